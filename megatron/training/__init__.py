@@ -1,0 +1,1 @@
+"""Megatron-LM's command line and training loop, written fresh on megatron-core."""
