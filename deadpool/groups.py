@@ -1,0 +1,315 @@
+"""Process groups whose engine can be swapped while every holder keeps the object.
+
+Megatron, DDP buckets, optimizers and the pipeline hold `ProcessGroup` objects. Ranks, sizes and
+membership of a group never change in a job, so the objects stay; only the c10d `Backend` inside
+each is replaced. Groups are first made with a placeholder backend, which needs no rendezvous;
+the real backends are built per epoch. Start-up is repair number 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from deadpool.sockets import ConnectionSet
+
+logger = logging.getLogger(__name__)
+
+_RELEASE_RESOURCES = "_ZN4c10d12ProcessGroup17release_resourcesEv"
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class GroupRecord:
+    """One process group this rank is a member of."""
+
+    group: dist.ProcessGroup
+    name: str
+    ranks: tuple[int, ...]
+    """Global ranks, in group order."""
+    backend_name: str
+    """What the caller of `new_group` asked for: gloo or nccl."""
+    timeout: timedelta
+    options: Any = None
+    backend: Any = None
+    """The live c10d Backend; None while only the placeholder is installed."""
+
+
+class BuildSuperseded(Exception):
+    """A newer epoch was announced while the groups of this one were being built."""
+
+
+class GroupRegistry:
+    """Every group of this process, in creation order (the same on every member).
+
+    `recording()` wraps group creation. `build` and `destroy` belong to the main thread; `abort`
+    may be called by any thread at any moment.
+    """
+
+    def __init__(self) -> None:
+        self.records: list[GroupRecord] = []
+        self._lock = threading.Lock()
+        self._aborted_through = 0
+        self._building_epoch = 0
+        self._connections: ConnectionSet | None = None
+        self._store: dist.Store | None = None
+        self._device: Any = None
+        self._retired: list[threading.Thread] = []
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Inside, `init_process_group` and `new_group` make placeholder groups and are recorded.
+
+        A placeholder's collectives return at once without moving data, so model construction
+        on a lone replacement process meets no peer.
+        """
+        # Importing this module registers torch's "fake" backend.
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401
+
+        original = c10d._new_process_group_helper
+
+        def make_placeholder(
+            group_size: int,
+            group_rank: int,
+            global_ranks_in_group: list[int],
+            backend: str,
+            store: dist.Store,
+            group_name: str,
+            backend_options: Any = None,
+            timeout: timedelta | None = None,
+            **kwargs: Any,
+        ) -> Any:
+            kwargs.pop("device_id", None)
+            made = original(
+                group_size,
+                group_rank,
+                global_ranks_in_group,
+                c10d.Backend("fake"),
+                store,
+                group_name,
+                timeout=timeout,
+                **kwargs,
+            )
+            if made[0] is not c10d.GroupMember.NON_GROUP_MEMBER:
+                # `new_group` without a backend takes the default group's, from this map.
+                c10d._world.pg_map[made[0]] = (c10d.Backend(backend), made[1])
+                ranks = tuple(global_ranks_in_group) or tuple(range(group_size))
+                self.records.append(
+                    GroupRecord(
+                        group=made[0],
+                        name=str(group_name),
+                        ranks=ranks,
+                        backend_name=str(backend),
+                        timeout=timeout or c10d.default_pg_timeout,
+                        options=backend_options,
+                    )
+                )
+            return made
+
+        c10d._new_process_group_helper = make_placeholder
+        try:
+            yield
+        finally:
+            c10d._new_process_group_helper = original
+
+    def build(
+        self,
+        *,
+        epoch: int,
+        connect_store: Callable[[], dist.TCPStore],
+        hostname: str,
+        build_timeout: timedelta,
+    ) -> None:
+        """Build and install a real backend in every group. All members call it for one epoch.
+
+        connect_store: returns the rendezvous store of this epoch alone. hostname: address on
+        which gloo listens. Raises BuildSuperseded when `abort` was called for this epoch
+        meanwhile, RuntimeError from gloo or NCCL when a member does not come within
+        `build_timeout`.
+        """
+        old = [record.backend for record in self.records if record.backend is not None]
+        old_store, old_device = self._store, self._device
+        with self._lock:
+            self._check_current(epoch)
+            self._building_epoch = epoch
+            self._connections = ConnectionSet()
+        try:
+            store = self._store = connect_store()
+            self._device = c10d.ProcessGroupGloo.create_device(hostname=hostname)
+            for record in self.records:
+                self._check_current(epoch)
+                record.backend = self._make_backend(record, epoch, store, build_timeout)
+                _install(record)
+        except RuntimeError:
+            self._check_current(epoch)  # Cut by `abort`: a newer epoch, not a failed build.
+            raise
+        with self._lock:
+            self._check_current(epoch)
+            self._connections.freeze(except_port=store.port)
+        self._destroy_in_background(old, old_store, old_device)
+
+    def _check_current(self, epoch: int) -> None:
+        if epoch <= self._aborted_through:
+            raise BuildSuperseded(f"epoch {epoch} was superseded while its groups were built")
+
+    def _make_backend(
+        self, record: GroupRecord, epoch: int, store: dist.Store, build_timeout: timedelta
+    ) -> Any:
+        prefix = dist.PrefixStore(f"epoch{epoch}/{record.name}/", store)
+        rank = record.group.rank()
+        if record.backend_name == "nccl":
+            options = record.options or c10d.ProcessGroupNCCL.Options()
+            options._timeout = record.timeout
+            options.global_ranks_in_group = list(record.ranks)
+            options.group_name = record.name
+            backend = c10d.ProcessGroupNCCL(prefix, rank, len(record.ranks), options)
+        elif record.backend_name == "gloo":
+            options = c10d.ProcessGroupGloo._Options()
+            options._devices = [self._device]
+            options._timeout = build_timeout
+            options._threads = 2
+            options.global_ranks_in_group = list(record.ranks)
+            options.group_name = record.name
+            backend = c10d.ProcessGroupGloo(prefix, rank, len(record.ranks), options)
+            backend._set_default_timeout(record.timeout)
+        else:
+            raise ValueError(
+                f"process group {record.name} asks for backend {record.backend_name!r}; "
+                "DEADPOOL repairs gloo and nccl groups: give --distributed-backend gloo or nccl"
+            )
+        backend._set_sequence_number_for_group()
+        return backend
+
+    def abort(self, epoch: int) -> int:
+        """Make every blocked collective of epochs up to `epoch` raise now; returns how many
+        sockets and communicators were cut. Any thread; idempotent.
+
+        gloo: nothing in torch 2.13 aborts a blocked operation, shutting down its sockets does.
+        NCCL: `abort` on each backend, in parallel.
+        """
+        with self._lock:
+            self._aborted_through = max(self._aborted_through, epoch)
+            if self._building_epoch > epoch:
+                return 0
+            num_cut = self._connections.shutdown() if self._connections else 0
+        threads = [
+            threading.Thread(target=record.backend.abort, daemon=True)
+            for record in self.records
+            if record.backend is not None and record.backend_name == "nccl"
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=10.0)
+        return num_cut + len(threads)
+
+    def _destroy_in_background(self, backends: list[Any], store: Any, device: Any) -> None:
+        """Dropping the last reference joins gloo's threads (0.1 to 0.3 s for all): not on the
+        critical path. A store outlives the backends that used it."""
+        self._retired = [thread for thread in self._retired if thread.is_alive()]
+        if not backends:
+            return
+        kept = [backends, store, device]
+        thread = threading.Thread(target=kept.clear, name="deadpool-retire", daemon=True)
+        thread.start()
+        self._retired.append(thread)
+
+    def join_retired(self, timeout_s: float = 10.0) -> None:
+        """Wait until backends of earlier epochs are gone."""
+        for thread in self._retired:
+            thread.join(timeout_s)
+
+    def shutdown(self) -> None:
+        """Release everything at the end of the job."""
+        self.join_retired()
+        self.records.clear()
+        self._store = self._device = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _install(record: GroupRecord) -> None:
+    """Put `record.backend` into the group object that everybody already holds."""
+    group = record.group
+    backend_type = c10d.Backend.backend_type_map[record.backend_name]
+    if not _release_resources(group):
+        backend_type = dist.ProcessGroup.BackendType(_fresh_type_value())
+    for device in c10d.BackendConfig(c10d.Backend(record.backend_name)).get_device_backend_map():
+        if device in ("cpu", "cuda"):
+            group._register_backend(torch.device(device), backend_type, record.backend)
+    group._set_default_backend(backend_type)
+    group._set_group_name(record.name)
+    c10d._world.pg_map[group] = (record.backend_name, c10d._world.pg_map[group][1])
+    config = c10d.BackendConfig(c10d.Backend(record.backend_name))
+    c10d._world.pg_backend_config[group] = str(config)
+    c10d._world.pg_coalesce_state.pop(group, None)
+
+
+_type_counter = iter(range(100, 1 << 30))
+
+
+def _fresh_type_value() -> int:
+    return next(_type_counter)
+
+
+def _native_pointer(group: dist.ProcessGroup) -> int:
+    """Address of the C++ ProcessGroup behind a pybind11 object (simple layout: the value pointer
+    follows the PyObject header)."""
+    return ctypes.c_void_p.from_address(id(group) + object.__basicsize__).value or 0
+
+
+def _probe_release() -> Callable[[int], None] | None:
+    """`c10d::ProcessGroup::release_resources`, or None where it can't be called safely.
+
+    `_register_backend` keeps a backend type that is set (torch 2.13); releasing first lets the
+    real type be set again and drops the old backend. The symbol is version-dependent, and the
+    pointer is taken from pybind11's layout, so both are checked on a throw-away group: its rank
+    and size must stand next to each other behind the pointer.
+    """
+    library_path = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
+    try:
+        release = getattr(ctypes.CDLL(library_path), _RELEASE_RESOURCES)
+    except (OSError, AttributeError):
+        return None
+    release.argtypes = [ctypes.c_void_p]
+    release.restype = None
+    rank, size = 0x1234567, 0x2345678
+    group = dist.ProcessGroup(dist.HashStore(), rank, size)
+    pointer = _native_pointer(group)
+    if pointer == 0:
+        return None
+    words = list((ctypes.c_uint32 * 16).from_address(pointer))
+    if (rank, size) not in zip(words, words[1:], strict=False):
+        return None
+    return release
+
+
+_release: Callable[[int], None] | None = None
+_release_probed = False
+
+
+def _release_resources(group: dist.ProcessGroup) -> bool:
+    """Drop the backends inside `group`. False where this torch offers no way."""
+    global _release, _release_probed
+    if not _release_probed:
+        _release, _release_probed = _probe_release(), True
+        if _release is None:
+            logger.warning(
+                "torch %s has no usable ProcessGroup::release_resources: backends of past epochs "
+                "stay allocated",
+                torch.__version__,
+            )
+    if _release is None:
+        return False
+    _release(_native_pointer(group))
+    return True

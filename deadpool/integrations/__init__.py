@@ -1,0 +1,1 @@
+"""Where DEADPOOL meets a training framework."""

@@ -1,0 +1,1 @@
+"""The recovery protocol: pure decisions. Imports the standard library's pure parts alone."""
