@@ -38,7 +38,7 @@ _UNSUPPORTED_TYPES = (
 
 def usage_error(message: str) -> Exception:
     """Imported late: `arguments` may itself import this module."""
-    from megatron.training.arguments import UsageError
+    from megatron.training.arguments.errors import UsageError
 
     return UsageError(message)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training.arguments import UsageError
+from megatron.training.arguments.errors import UsageError
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
 
 TEXT = "Call me Ishmael. \u00c9t\u00e9 na\u00efve \u732b\n\tx = {1: 'two'}  \n"
