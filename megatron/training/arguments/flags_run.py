@@ -12,6 +12,10 @@ DISTRIBUTED: tuple[Flag, ...] = (
         "transport of the process groups",
         choices=("nccl", "gloo"),
     ),
+    switch(
+        "--use-tp-pp-dp-mapping",
+        "number ranks over tensor, pipeline, then data parallelism, not tensor, data, pipeline",
+    ),
     value("--distributed-timeout-minutes", int, 10, "longest wait for a peer in a collective"),
     value("--local-rank", int, 0, "rank within the node; LOCAL_RANK in the environment wins"),
     value(
@@ -135,7 +139,7 @@ TOKENIZER: tuple[Flag, ...] = (
     value("--vocab-file", str, None, "vocabulary file (GPT2BPETokenizer)"),
     value("--merge-file", str, None, "merge rules (GPT2BPETokenizer)"),
     value("--vocab-extra-ids", int, 0, "additional ids after the vocabulary"),
-    switch("--tokenizer-hf-use-fast", "the fast implementation of a Hugging Face tokenizer"),
+    switch("--tokenizer-hf-use-fast", "accepted for old scripts: it is always so"),
     switch("--tokenizer-hf-include-special-tokens", "add a Hugging Face tokenizer's own tokens"),
     switch("--trust-remote-code", "let a Hugging Face tokenizer run code that comes with it"),
     value("--tokenizer-special-tokens", str, None, "additional special tokens", nargs="+"),

@@ -13,6 +13,7 @@ import ast
 import dataclasses
 import enum
 import inspect
+import itertools
 import textwrap
 import types
 import typing
@@ -31,8 +32,7 @@ SOURCES: tuple[tuple[str, type], ...] = (
     ("data-parallel engine (DistributedDataParallelConfig)", DistributedDataParallelConfig),
 )
 
-DERIVED = frozenset(
-    """
+_DERIVED = """
     virtual_pipeline_model_parallel_size params_dtype enable_autocast autocast_dtype
     num_microbatches_with_partial_activation_checkpoints use_te_rng_tracker tp_comm_atomic_ag
     tp_comm_atomic_rs tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 pipeline_dtype
@@ -46,8 +46,8 @@ DERIVED = frozenset(
     use_inference_optimized_layers heterogeneous_block_specs hetereogenous_dist_checkpoint
     quant_recipe store_param_remainders decoupled_weight_decay grad_reduce_in_fp32
     check_for_nan_in_grad use_custom_fsdp preserve_fp32_weights
-    """.split()
-)
+"""
+DERIVED = frozenset(_DERIVED.split())
 """Fields that Megatron-LM has no flag for: computed from other flags, or left at their default."""
 
 
@@ -242,7 +242,7 @@ def field_texts() -> dict[str, str]:
 def _docstrings(config: type) -> Iterator[tuple[str, str]]:
     tree = ast.parse(textwrap.dedent(inspect.getsource(config)))
     body = tree.body[0].body  # type: ignore[attr-defined]
-    for field, text in zip(body, body[1:], strict=False):
+    for field, text in itertools.pairwise(body):
         match field, text:
             case (
                 ast.AnnAssign(target=ast.Name(id=name)),

@@ -179,9 +179,8 @@ def check_tokenizer(args: argparse.Namespace) -> None:
     typed = "tokenizer_type" in args.typed
     _check_files(args, NEEDED_FILES.get(kind, ()), kind if typed else f"{kind} (the default)")
     if args.make_vocab_size_divisible_by < 1:
-        raise UsageError(
-            f"--make-vocab-size-divisible-by {args.make_vocab_size_divisible_by}: must be at least 1"
-        )
+        given = args.make_vocab_size_divisible_by
+        raise UsageError(f"--make-vocab-size-divisible-by {given}: must be at least 1")
 
 
 def _check_files(args: argparse.Namespace, names: Iterable[str], kind: str) -> None:

@@ -52,10 +52,8 @@ def check_shape(args: argparse.Namespace) -> None:
             f"{tensor}; numbers of heads that fit: {multiples(tensor, around=heads)}; "
             f"tensor sizes: {divisors(heads)}"
         )
-    for flag, width in (
-        ("hidden-size", args.hidden_size),
-        ("ffn-hidden-size", args.ffn_hidden_size),
-    ):
+    widths = {"hidden-size": args.hidden_size, "ffn-hidden-size": args.ffn_hidden_size}
+    for flag, width in widths.items():
         if width % tensor:
             raise UsageError(
                 f"--{flag} {width} does not divide among --tensor-model-parallel-size {tensor}; "
@@ -101,7 +99,9 @@ def _check_query_groups(args: argparse.Namespace) -> None:
             f"numbers that fit: {divisors(heads)}"
         )
     if groups % tensor and tensor % groups:
-        fits = [str(g) for g in range(1, heads + 1) if not (g % tensor and tensor % g or heads % g)]
+        fits = [
+            str(g) for g in range(1, heads + 1) if not heads % g and not min(g % tensor, tensor % g)
+        ]
         raise UsageError(
             f"--num-query-groups {groups} and --tensor-model-parallel-size {tensor}: one must "
             f"divide the other; numbers of groups that fit: {', '.join(fits)}"
@@ -201,7 +201,7 @@ def check_experts(args: argparse.Namespace) -> None:
     if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
         raise UsageError(
             f"--num-experts {experts} with --tensor-model-parallel-size "
-            f"{args.tensor_model_parallel_size} needs --sequence-parallel (which needs the norms of "
+            f"{args.tensor_model_parallel_size} needs --sequence-parallel (and so the norms of "
             "Transformer Engine or Apex): add it, or use --tensor-model-parallel-size 1"
         )
     _check_expert_layers(args)

@@ -33,10 +33,9 @@ def multiples(number: int, *, count: int = 4, around: int = 0) -> str:
 def check_world(args: argparse.Namespace, world_size: int) -> None:
     """The grid fills the world; sets `data_parallel_size`."""
     for size in SIZES:
-        if getattr(args, size) < 1:
-            raise UsageError(
-                f"--{size.replace('_', '-')} {getattr(args, size)}: must be at least 1"
-            )
+        given = getattr(args, size)
+        if given < 1:
+            raise UsageError(f"--{size.replace('_', '-')} {given}: must be at least 1")
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     context = args.context_parallel_size
     model = tensor * pipeline * context
@@ -171,10 +170,8 @@ def _slots_in_words(args: argparse.Namespace) -> str:
 
 def _fitting_layers(args: argparse.Namespace, divisor: int) -> str:
     extra = _num_slots(args) - args.num_layers
-    first = max(1, _num_slots(args) // divisor)
-    return ", ".join(
-        str(divisor * k - extra) for k in range(first, first + 4) if divisor * k > extra
-    )
+    first = max(1 + extra // divisor, _num_slots(args) // divisor)
+    return ", ".join(str(divisor * k - extra) for k in range(first, first + 4))
 
 
 def _check_uneven_stages(args: argparse.Namespace) -> None:
