@@ -24,7 +24,6 @@ MODEL: tuple[Flag, ...] = (
     value("--rotary-base", int, 10000, "base of the rotary angles"),
     value("--rotary-percent", float, 1.0, "share of each head's width that is rotated"),
     switch("--use-rope-scaling", "stretch rotary positions as Llama 3.1 does"),
-    value("--rope-scaling-factor", float, 8.0, "how far --use-rope-scaling stretches"),
     value(
         "--make-vocab-size-divisible-by",
         int,

@@ -41,7 +41,6 @@ DISTRIBUTED: tuple[Flag, ...] = (
         "enable_gloo_process_groups",
         "do not make the additional gloo groups",
     ),
-    value("--tp-comm-overlap-cfg", str, None, "YAML file that tunes --tp-comm-overlap"),
 )
 
 DATA: tuple[Flag, ...] = (
@@ -189,7 +188,6 @@ CHECKPOINT: tuple[Flag, ...] = (
         "the first data-parallel rank saves everything",
     ),
     switch("--ckpt-fully-parallel-load", "data-parallel ranks share the reading"),
-    switch("--ckpt-assume-constant-structure", "plan the saving once for the whole run"),
     value(
         "--dist-ckpt-strictness",
         str,
@@ -229,7 +227,6 @@ LOGGING: tuple[Flag, ...] = (
     value("--log-interval", int, 100, "iterations between two log lines"),
     switch("--log-params-norm", "log the norm of the parameters"),
     switch("--log-throughput", "log TFLOP/s per device"),
-    switch("--log-progress", "append progress to progress.txt in the --save folder"),
     value(
         "--timing-log-level",
         int,
@@ -255,8 +252,6 @@ LOGGING: tuple[Flag, ...] = (
     ),
     switch("--log-validation-ppl-to-tensorboard", "validation perplexity to TensorBoard"),
     switch("--log-memory-to-tensorboard", "device memory to TensorBoard"),
-    value("--log-memory-interval", int, None, "iterations between two memory reports"),
-    switch("--log-device-memory-used", "report what the device's driver says is used"),
     switch("--log-world-size-to-tensorboard", "number of ranks to TensorBoard"),
     value("--logging-level", int, None, "level of Python's logging, as 20 for INFO"),
 )

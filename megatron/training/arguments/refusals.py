@@ -21,7 +21,7 @@ class Refusal:
     """`--flag` is refused whenever typed; `--flag=text` passes when its value is `text`."""
 
     def entries(self) -> Iterator[tuple[str, str | None]]:
-        """(flag, the value that passes or None; several stand apart by `|`)."""
+        """(flag, the value that passes or None; several stand apart by commas)."""
         for entry in self.flags.split():
             name, separator, harmless = entry.partition("=")
             yield name, harmless if separator else None
@@ -317,7 +317,7 @@ REFUSED: tuple[Refusal, ...] = (
         instead="leave it out",
         flags="""
         --error-injection-rate=0 --error-injection-type=transient_error
-        --rerun-mode=validate_results|disabled --check-for-spiky-loss
+        --rerun-mode=validate_results,disabled --check-for-spiky-loss
         --result-rejected-tracker-filename
         """,
     ),
@@ -379,6 +379,32 @@ REFUSED: tuple[Refusal, ...] = (
         """,
     ),
     Refusal(
+        reason="its buffers bypass the process groups, which a repair replaces",
+        instead="leave it out",
+        flags="""
+        --tp-comm-overlap --tp-comm-overlap-cfg --tp-comm-overlap-rs-dgrad
+        --tp-comm-bootstrap-backend=nccl --no-tp-comm-bulk-wgrad --disable-tp-comm-bulk-wgrad
+        --no-tp-comm-bulk-dgrad --disable-tp-comm-bulk-dgrad --no-tp-comm-overlap-ag
+        --disable-tp-comm-overlap-ag --no-tp-comm-overlap-rs --disable-tp-comm-overlap-rs
+        --no-tp-comm-split-ag --disable-tp-comm-split-ag --no-tp-comm-split-rs
+        --disable-tp-comm-split-rs
+        """,
+    ),
+    Refusal(
+        reason="this log is not written",
+        instead="use --log-memory-to-tensorboard, and --log-interval for progress",
+        flags="""
+        --log-progress --log-memory-interval --log-device-memory-used
+        """,
+    ),
+    Refusal(
+        reason="every checkpoint is planned afresh, so that a repaired job saves rightly",
+        instead="leave it out",
+        flags="""
+        --ckpt-assume-constant-structure
+        """,
+    ),
+    Refusal(
         reason="training in several data phases is not supported",
         instead="train one phase after the other, with --load and another --data-path",
         flags="""
@@ -417,9 +443,9 @@ REFUSED: tuple[Refusal, ...] = (
     ),
     Refusal(
         reason="Megatron-LM's GPT takes no notice of it",
-        instead="use --use-rope-scaling",
+        instead="use --use-rope-scaling, whose factor is 8",
         flags="""
-        --rotary-seq-len-interpolation-factor
+        --rotary-seq-len-interpolation-factor --rope-scaling-factor=8.0
         """,
     ),
     Refusal(
@@ -461,8 +487,8 @@ REFUSED: tuple[Refusal, ...] = (
         reason="model export and quantization (ModelOpt) are not part of this driver",
         instead="leave it out",
         flags="""
-        --export-model-type --export-legacy-megatron --export-te-mcore-model
-        --export-force-local-attention --export-kv-cache-quant
+        --export-model-type=GPTModel --export-legacy-megatron --export-te-mcore-model
+        --export-force-local-attention --export-kv-cache-quant=none
         --export-real-quant-cfg=None --export-quant-cfg --export-kd-teacher-load
         --export-kd-teacher-model-config --export-kd-teacher-ckpt-format --export-kd-cfg
         --finetune-hf-dataset --finetune-data-split=train --export-qk-l2-norm

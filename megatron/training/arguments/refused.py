@@ -34,7 +34,7 @@ class RefuseAction(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         given = " ".join(values or ())
-        if self.harmless is not None and any(_same(given, h) for h in self.harmless.split("|")):
+        if self.harmless is not None and any(_same(given, h) for h in self.harmless.split(",")):
             return
         refused = [*getattr(namespace, "refused", ()), (option_string, self.refusal)]
         namespace.refused = refused

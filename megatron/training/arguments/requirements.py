@@ -41,7 +41,7 @@ def _switches(needs: Needs, flags: str) -> list[Requirement]:
 REQUIREMENTS = (
     *_switches(
         Needs.TRANSFORMER_ENGINE,
-        "tp-comm-overlap tp-comm-overlap-rs-dgrad moe-grouped-gemm moe-permute-fusion"
+        "moe-grouped-gemm moe-permute-fusion"
         " moe-router-fusion moe-router-padding-for-quantization moe-router-padding-for-fp8"
         " use-te-activation-func te-rng-tracker first-last-layers-bf16"
         " use-precision-aware-optimizer",
@@ -50,7 +50,7 @@ REQUIREMENTS = (
         Needs.GPU,
         "moe-shared-expert-overlap defer-embedding-wgrad-compute cross-entropy-loss-fusion"
         " use-fused-weighted-squared-relu ddp-pad-buckets-for-high-nccl-busbw"
-        " ddp-reduce-scatter-with-fp32-accumulation log-device-memory-used",
+        " ddp-reduce-scatter-with-fp32-accumulation",
     ),
     Requirement(flag="--fp8-format", dest="fp8", needs=Needs.TRANSFORMER_ENGINE, idle=None),
     Requirement(flag="--fp4-format", dest="fp4", needs=Needs.TRANSFORMER_ENGINE, idle=None),
@@ -62,12 +62,6 @@ REQUIREMENTS = (
     ),
     Requirement(
         flag="--window-size", dest="window_size", needs=Needs.TRANSFORMER_ENGINE, idle=None
-    ),
-    Requirement(
-        flag="--tp-comm-overlap-cfg",
-        dest="tp_comm_overlap_cfg",
-        needs=Needs.TRANSFORMER_ENGINE,
-        idle=None,
     ),
 )
 

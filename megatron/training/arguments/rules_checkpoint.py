@@ -1,4 +1,4 @@
-"""Rules about checkpoints and logs."""
+"""Rules about checkpoints."""
 
 from __future__ import annotations
 
@@ -51,14 +51,3 @@ def _note_what_has_no_effect(args: argparse.Namespace) -> None:
             "--no-ckpt-fully-parallel-save: such a checkpoint resumes with the same parallel sizes "
             "only"
         )
-
-
-def check_logging(args: argparse.Namespace) -> None:
-    """Intervals of logs fit together."""
-    if args.log_memory_interval is not None and args.log_memory_interval % args.log_interval:
-        raise UsageError(
-            f"--log-memory-interval {args.log_memory_interval} must be a multiple of "
-            f"--log-interval {args.log_interval}"
-        )
-    if args.log_progress and args.save is None:
-        raise UsageError("--log-progress writes to progress.txt in the --save folder: type --save")

@@ -236,8 +236,6 @@ def check_sequence_parallel(args: argparse.Namespace, machine: Machine) -> None:
             "--sequence-parallel needs the norms of Transformer Engine or Apex, and neither is "
             "available here with --transformer-impl local: leave --sequence-parallel out"
         )
-    if args.tp_comm_overlap and not args.sequence_parallel:
-        raise UsageError("--tp-comm-overlap needs --sequence-parallel: add it")
 
 
 def check_context_parallel(args: argparse.Namespace) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megatron.training.arguments.adaptation import adapt_to_machine
+from megatron.training.arguments.checkpoint_args import apply_checkpoint_args
 from megatron.training.arguments.configs import (
     ddp_config_from_args,
     optimizer_config_from_args,
@@ -12,7 +13,7 @@ from megatron.training.arguments.configs import (
 )
 from megatron.training.arguments.machine import Machine, detect_machine
 from megatron.training.arguments.requirements import check_requirements
-from megatron.training.arguments.rules_checkpoint import check_checkpoints, check_logging
+from megatron.training.arguments.rules_checkpoint import check_checkpoints
 from megatron.training.arguments.rules_data import (
     check_data,
     check_evaluation,
@@ -53,6 +54,7 @@ def validate_args(
     Notes for the user are appended to `args.notes`.
     """
     machine = machine or detect_machine()
+    apply_checkpoint_args(args)
     adapt_to_machine(args, machine)
     check_required(args)
     check_world(args, world_size)
@@ -73,7 +75,6 @@ def validate_args(
     check_data(args)
     check_tokenizer(args)
     check_checkpoints(args)
-    check_logging(args)
     check_connections(args, machine)
     check_determinism(args, machine)
     _check_configs(args)
