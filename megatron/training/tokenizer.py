@@ -49,6 +49,9 @@ class Tokenizer(ABC):
     eod: int
     """Id written after a document (`--append-eod`) and looked for by GPTDataset's masks."""
 
+    takes_any_bytes = False
+    """Whether `tokenize` takes bytes that are no UTF-8, as surrogate escapes."""
+
     def __init__(self, *paths: str, **options: Any) -> None:
         self.unique_identifiers: OrderedDict[str, Any] = OrderedDict()
         self.unique_identifiers["class"] = type(self).__name__
@@ -83,6 +86,7 @@ class ByteTokenizer(Tokenizer):
     """
 
     eod = 256
+    takes_any_bytes = True
 
     @property
     def vocab_size(self) -> int:
@@ -124,11 +128,14 @@ class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model. EOD is its end-of-sentence piece.
 
     Megatron-LM 0.16.1 sizes the model of `--tokenizer-type SentencePieceTokenizer` (and of no
-    other) for special ids after the model's own; `num_reserved` counts them.
+    other) for special ids after the model's own; `num_reserved` counts them. `with_begin` puts the
+    begin-of-sentence piece first, as Megatron-LM's Llama2Tokenizer does with --legacy-tokenizer.
     """
 
-    def __init__(self, path: str, *, reserve: bool, num_extra_ids: int = 0) -> None:
-        super().__init__(path, reserve=reserve, num_extra_ids=num_extra_ids)
+    def __init__(
+        self, path: str, *, reserve: bool, num_extra_ids: int = 0, with_begin: bool = False
+    ) -> None:
+        super().__init__(path, reserve=reserve, num_extra_ids=num_extra_ids, with_begin=with_begin)
         from sentencepiece import SentencePieceProcessor
 
         try:
@@ -140,6 +147,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.eod = self._model.eos_id()
         if self.eod < 0:
             raise usage_error(f"--tokenizer-model {path} has no end-of-sentence piece.")
+        self._begin = [self._model.bos_id()] if with_begin else []
         self.num_reserved = self._count_reserved(num_extra_ids) if reserve else 0
 
     def _count_reserved(self, num_extra_ids: int) -> int:
@@ -160,7 +168,7 @@ class SentencePieceTokenizer(Tokenizer):
         return super().pad if pad < 0 else pad
 
     def tokenize(self, text: str) -> list[int]:
-        return self._model.encode(text)
+        return self._begin + self._model.encode(text)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(i) for i in ids if i < self._model.get_piece_size()])
@@ -187,6 +195,13 @@ def build_tokenizer(args: argparse.Namespace) -> Tokenizer:
                 f"the number of ids without EOD; given: {args.vocab_size}."
             )
         return NullTokenizer(args.vocab_size)
+    if getattr(args, "tokenizer_sentencepiece_legacy", False) or (
+        kind == "SentencePieceTokenizer" and getattr(args, "legacy_tokenizer", False)
+    ):
+        raise usage_error(
+            "SentencePiece tokenizers find no special tokens in text here: leave out "
+            "--tokenizer-sentencepiece-legacy and --legacy-tokenizer."
+        )
     if kind in ("GPT2BPETokenizer", "HuggingFaceTokenizer"):
         from megatron.training import tokenizer_hugging_face as hugging_face
 
@@ -198,6 +213,7 @@ def build_tokenizer(args: argparse.Namespace) -> Tokenizer:
             str(path),
             reserve=kind == "SentencePieceTokenizer",
             num_extra_ids=getattr(args, "vocab_extra_ids", 0),
+            with_begin=kind == "Llama2Tokenizer" and getattr(args, "legacy_tokenizer", False),
         )
     raise usage_error(
         f"--tokenizer-type {kind} is unknown; choose from {', '.join(TOKENIZER_TYPES)}."

@@ -62,7 +62,9 @@ def build_gpt2_bpe(args: argparse.Namespace) -> Tokenizer:
         raise usage_error(f"--vocab-file {vocab} and --merge-file {merges}: {error}") from None
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    if backend.token_to_id(end_of_text) is not None:
+    # With --legacy-tokenizer, Megatron-LM reads the characters "<|endoftext|>" as ordinary text.
+    legacy = getattr(args, "legacy_tokenizer", False)
+    if not legacy and backend.token_to_id(end_of_text) is not None:
         backend.add_special_tokens([end_of_text])
     return RustTokenizer(backend, str(vocab), str(merges), end_of_text=end_of_text)
 
@@ -99,7 +101,10 @@ def build_hugging_face(args: argparse.Namespace) -> Tokenizer:
         given,
         end_of_text=end_of_text,
         padding=special.get("pad_token"),
-        with_special_tokens=bool(getattr(args, "tokenizer_hf_include_special_tokens", False)),
+        with_special_tokens=any(
+            getattr(args, name, False)
+            for name in ("tokenizer_hf_include_special_tokens", "legacy_tokenizer")
+        ),
     )
 
 

@@ -196,5 +196,25 @@ def test_hugging_face_without_end_of_text_says_what_to_add(tmp_path: Path) -> No
     from tokenizers import Tokenizer, models
 
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UsageError, match='tokenizer_config.json with "eos_token"'):
+    with pytest.raises(UsageError, match=r'tokenizer_config\.json with "eos_token"'):
         build_tokenizer(flags("HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))
+
+
+def test_legacy_tokenizer_differs_where_megatron_lm_does(
+    bpe_folder: Path, sentencepiece_model: str
+) -> None:
+    """The characters of an end-of-text token are then text; Llama2Tokenizer begins with BOS."""
+    gpt2 = flags(
+        "GPT2BPETokenizer",
+        vocab_file=str(bpe_folder / "vocab.json"),
+        merge_file=str(bpe_folder / "merges.txt"),
+        legacy_tokenizer=True,
+    )
+    assert build_tokenizer(gpt2).eod not in build_tokenizer(gpt2).tokenize("<|endoftext|>")
+    llama = flags("Llama2Tokenizer", tokenizer_model=sentencepiece_model)
+    plain = build_tokenizer(llama).tokenize("Call me")
+    llama.legacy_tokenizer = True
+    assert build_tokenizer(llama).tokenize("Call me") == [1, *plain]
+    llama.tokenizer_type = "SentencePieceTokenizer"
+    with pytest.raises(UsageError, match="leave out"):
+        build_tokenizer(llama)
