@@ -104,6 +104,10 @@ class Committed(Message):
     iteration: Iteration
 
 
+class Drain(Message):
+    """The job was asked to end: pass SIGTERM on to the trainer, which saves and finishes."""
+
+
 class End(Message):
     exit_code: int
     reason: str
@@ -117,11 +121,16 @@ class TrainerUp(Message):
 
 
 class ArenaLayout(Message):
-    """The arena memory has its size: two buffers, `replica_bytes` of each go to the neighbour."""
+    """The trainer has given the arena memory its size."""
 
-    slot: Slot
-    buffer_bytes: int
-    replica_bytes: int
+    payload_bytes: int
+
+
+class SnapshotWanted(Message):
+    """Answered by SnapshotHere once the snapshot lies in the arena."""
+
+    epoch: Epoch
+    iteration: Iteration
 
 
 class Captured(Message):
@@ -197,9 +206,11 @@ AnyMessage = (
     | NewPlan
     | Resume
     | Committed
+    | Drain
     | End
     | TrainerUp
     | ArenaLayout
+    | SnapshotWanted
     | Captured
     | PlanForSlot
     | SnapshotHere

@@ -15,14 +15,16 @@ class WireError(ConnectionError):
     """The peer is gone or speaks something else; the connection is of no more use."""
 
 
-def _checked_length(header: bytes) -> int:
+def checked_length(header: bytes) -> int:
+    """Body length from a frame's 4-byte header. Raises WireError over MAX_MESSAGE_BYTES."""
     length = int.from_bytes(header, "little")
     if length > MAX_MESSAGE_BYTES:
         raise WireError(f"a message of {length} bytes, at most {MAX_MESSAGE_BYTES} are taken")
     return length
 
 
-def _decoded(body: bytes) -> AnyMessage:
+def parse_message(body: bytes) -> AnyMessage:
+    """Raises WireError for what is no message."""
     try:
         return decode(body)
     except msgspec.MsgspecError as error:
@@ -33,10 +35,10 @@ async def read_message(reader: asyncio.StreamReader) -> AnyMessage:
     """The next message. Raises WireError at the end of the stream or for a malformed one."""
     try:
         header = await reader.readexactly(4)
-        body = await reader.readexactly(_checked_length(header))
+        body = await reader.readexactly(checked_length(header))
     except (asyncio.IncompleteReadError, OSError) as error:
         raise WireError("the connection ended") from error
-    return _decoded(body)
+    return parse_message(body)
 
 
 def write_message(writer: asyncio.StreamWriter, message: Message) -> None:
@@ -67,7 +69,7 @@ class BlockingLink:
     def receive(self) -> AnyMessage:
         """Block for the next message. Raises WireError at the end of the stream."""
         header = self._receive_exactly(4)
-        return _decoded(self._receive_exactly(_checked_length(header)))
+        return parse_message(self._receive_exactly(checked_length(header)))
 
     def _receive_exactly(self, num_bytes: int) -> bytes:
         buffer = bytearray(num_bytes)

@@ -230,11 +230,15 @@ class Leader:
     def slot_of(self, member: MemberId) -> Slot | None:
         return next((slot for slot, holder in self.slots.items() if holder == member), None)
 
+    @property
+    def is_over(self) -> bool:
+        return self.phase in (Phase.COMPLETED, Phase.HALTED)
+
     # Events
 
     def handle(self, event: Event) -> list[Action]:
         """Take one event, return what to do. AssertionError: a pair that cannot be."""
-        if self.phase in (Phase.COMPLETED, Phase.HALTED):
+        if self.is_over:
             return self._late(event)
         try:
             handler = _TABLE[self.phase, type(event)]
@@ -243,6 +247,14 @@ class Leader:
                 f"{type(event).__name__} in phase {self.phase.value} of epoch {self.epoch}"
             ) from None
         return handler(self, event)
+
+    def end(self, exit_code: int, reason: str) -> list[Action]:
+        """The job is ended from outside."""
+        return [] if self.is_over else self._halt(reason, exit_code)
+
+    def forget_losses(self) -> None:
+        """The last swap is complete and reported; the next loss begins a new list."""
+        self.nodes_lost.clear()
 
     def _late(self, event: Event) -> list[Action]:
         """After the end: whoever still comes is sent home."""
@@ -456,6 +468,11 @@ class Leader:
             return []
         return self._halt(f"node {member.node}: {event.reason}", event.exit_code)
 
+    def _forming_late(self, event: DeadlinePassed) -> list[Action]:
+        return self._halt(
+            f"only {len(self.members)} of {self._num_expected} guardians came in time", 5
+        )
+
     def _deadline(self, event: DeadlinePassed) -> list[Action]:
         if (event.epoch, event.phase) != (self.epoch, self.phase):
             return []
@@ -479,6 +496,7 @@ _TABLE = {
     (Phase.FORMING, Joined): Leader._join_forming,
     (Phase.FORMING, Lost): Leader._lost_forming,
     (Phase.FORMING, Failed): Leader._failed,
+    (Phase.FORMING, DeadlinePassed): Leader._forming_late,
     **{
         (phase, event): handler
         for phase in (Phase.ABORTING, Phase.REGROUPING, Phase.TRAINING)

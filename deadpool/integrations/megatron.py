@@ -1,0 +1,316 @@
+"""DEADPOOL as the hooks of the training driver: one object, on the trainer's main thread."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core import parallel_state as megatron_parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.training.hooks import Phase
+from megatron.training.rng import collect_rng_state, restore_rng_state
+from megatron.training.state import TrainState
+
+from deadpool import messages as m
+from deadpool import parallel_state
+from deadpool.arena import Arena
+from deadpool.config import DeadpoolConfig, RankEnvironment
+from deadpool.groups import BuildSuperseded, GroupRegistry
+from deadpool.injection import InjectionPhase, Injector, append_json_line
+from deadpool.link import EpochEnded, GuardianLink, GuardianTimeout
+from deadpool.optimizer import patch_inner_step, patch_step, rebuild_parameters
+from deadpool.parameter_hash import ParametersDiffer, hash_parameters, verify_parameters
+from deadpool.protocol.types import Iteration
+from deadpool.snapshot import SnapshotDamaged, Snapshotter
+
+EXIT_NO_CONSISTENT_STATE = 4
+
+
+class DeadpoolHooks:
+    """Implements `megatron.training.hooks.TrainingHooks`.
+
+    link: connected to the guardian, not started. arena: the memory shared with it.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: DeadpoolConfig,
+        environment: RankEnvironment,
+        link: GuardianLink,
+        registry: GroupRegistry,
+        arena: Arena,
+    ) -> None:
+        self._config = config
+        self._environment = environment
+        self._link = link
+        self._arena = arena
+        self._injector = Injector(config.inject, environment.node, config.log_dir)
+        self._is_replacement = False
+        self._live: Iteration | None = None
+        """The iteration whose state parameters and optimizer hold; None while a step changes
+        them, and before a replacement's state has come."""
+        self._completed = Iteration(0)
+        """Iterations completed by this process, restored or not."""
+        self._snapshots: Snapshotter | None = None
+        self._resumed_at: float | None = None
+        """When training resumed after a recovery, until its first step is done."""
+        self._stall_s = 0.0
+        self._setup_s: float | None = None
+        """How long a replacement took to build its model; None once reported."""
+        parallel_state.attach(link, registry, environment.host)
+
+    # TrainingHooks
+
+    def acquire_rank(self, args: Any) -> bool:
+        self._link.start()
+        if not parallel_state.register_spare():
+            self._link.close()
+            return False
+        slot = parallel_state.get_slot()
+        os.environ["RANK"] = str(slot)
+        os.environ["WORLD_SIZE"] = str(self._environment.world_size)
+        os.environ["LOCAL_RANK"] = str(self._environment.local_rank)
+        self._is_replacement = parallel_state.get_plan().restore is not None
+        return True
+
+    def create_process_groups(self, args: Any, create: Callable[..., None]) -> None:
+        self._setup_started = time.monotonic()
+        parallel_state.create_groups(create, self._environment.world_size)
+        if not self._is_replacement:
+            parallel_state.reconstruct_groups(self._config.build_timeout_s)
+
+    def is_replacement(self) -> bool:
+        return self._is_replacement
+
+    def on_ready(self, trainer: Any) -> None:
+        self._snapshots = Snapshotter(
+            arena=self._arena,
+            slot=parallel_state.get_slot(),
+            model=trainer.model,
+            optimizer=trainer.optimizer,
+            collect_random=collect_rng_state,
+            restore_random=restore_rng_state,
+            on_captured=self._on_captured,
+            on_halfway=lambda iteration: self._injector.fire(iteration, InjectionPhase.CAPTURE),
+        )
+        self._trainer = trainer
+        self._link.send(m.ArenaLayout(payload_bytes=self._snapshots.payload_bytes))
+        patch_step(trainer.optimizer, before=self._before_step, after=self._after_optimizer)
+        if self._injector.is_due_in(InjectionPhase.OPTIMIZER):
+            patch_inner_step(trainer.optimizer, self._inside_step)
+        if self._is_replacement:
+            self._setup_s = time.monotonic() - self._setup_started
+            self._rejoin(trainer)
+            trainer.rebuild_data_iterators()
+            return
+        self._live = self._completed = Iteration(trainer.state.iteration)
+        self._snapshots.capture_tensors(self._live)
+        self._seal(trainer)
+        self._send_ready({}, num_bytes=0, iterations_rerun=0)
+        self._link.wait_resume()
+
+    def on_phase(self, phase: Phase, microbatch: int | None = None) -> None:
+        self._link.check_epoch()
+        if phase in (Phase.FORWARD, Phase.BACKWARD):
+            self._inject(phase, self._trainer.state.iteration + 1, microbatch)
+
+    def _inject(self, phase: Phase, iteration: int, microbatch: int | None) -> None:
+        if phase is Phase.FORWARD and microbatch == get_num_microbatches() - 1:
+            self._injector.fire(iteration, InjectionPhase.FORWARD)
+        elif phase is Phase.BACKWARD:
+            self._injector.fire(iteration, InjectionPhase.BACKWARD)
+
+    def after_step(self, trainer: Any, losses: dict[str, float]) -> None:
+        iteration = Iteration(trainer.state.iteration)
+        self._live = self._completed = iteration
+        self._seal(trainer)
+        if losses and self._logs_losses():
+            self._write(
+                "losses.jsonl",
+                {
+                    "iteration": iteration,
+                    "epoch": self._link.epoch,
+                    "losses": losses,
+                    "hex": {name: value.hex() for name, value in losses.items()},
+                    "stall_s": self._stall_s,
+                },
+            )
+        if self._resumed_at is not None:
+            seconds = time.monotonic() - self._resumed_at
+            self._resumed_at = None
+            self._link.send(
+                m.FirstStep(epoch=self._link.epoch, iteration=iteration, seconds=seconds)
+            )
+
+    def on_error(self, trainer: Any, error: BaseException) -> bool:
+        """Mended when a newer epoch explains the error; otherwise the job fails with it."""
+        if self._link.wait_abort(self._config.error_grace_s) is None:
+            self._fail(f"{type(error).__name__}: {error}", 1)
+            return False
+        self._acknowledge()
+        self._rejoin(trainer)
+        return True
+
+    def on_finished(self, trainer: Any) -> None:
+        self._link.send(m.Finished(epoch=self._link.epoch))
+        self._link.wait_end()
+        self._write(
+            "final.jsonl",
+            {
+                "slot": parallel_state.get_slot(),
+                "iteration": trainer.state.iteration,
+                "parameters_xxh3": f"{hash_parameters(trainer.model):016x}",
+            },
+        )
+        assert self._snapshots is not None
+        self._snapshots.close()
+        self._link.close()
+        parallel_state.destroy_groups()
+
+    # Snapshots
+
+    def _before_step(self) -> None:
+        """The step may overwrite the state of `self._live` once its snapshot is complete
+        everywhere: then at most one iteration is ever run again, and the buffer that the next
+        capture takes is not needed any more."""
+        assert self._snapshots is not None
+        started = time.monotonic()
+        self._snapshots.wait_copied()
+        try:
+            self._link.wait_committed(self._completed, self._config.commit_timeout_s)
+        except GuardianTimeout:
+            raise RuntimeError(
+                f"the snapshot of iteration {self._completed} was not committed within "
+                f"--deadpool-commit-timeout {self._config.commit_timeout_s:g} s"
+            ) from None
+        self._stall_s = time.monotonic() - started
+        self._live = None
+
+    def _inside_step(self) -> None:
+        self._injector.fire(self._trainer.state.iteration + 1, InjectionPhase.OPTIMIZER)
+
+    def _after_optimizer(self) -> None:
+        assert self._snapshots is not None
+        self._snapshots.capture_tensors(Iteration(self._trainer.state.iteration + 1))
+
+    def _seal(self, trainer: Any) -> None:
+        assert self._snapshots is not None and self._live is not None
+        metadata = {
+            "state": trainer.state.to_dict(),
+            "scheduler": trainer.scheduler.state_dict(),
+        }
+        self._snapshots.seal(self._live, metadata)
+
+    def _on_captured(self, iteration: Iteration, buffer: int) -> None:
+        self._link.send(
+            m.Captured(epoch=self._link.epoch, iteration=iteration, buffer=buffer)
+        )
+
+    # Recovery
+
+    def _acknowledge(self) -> None:
+        """Wait for an epoch newer than the current one and enter it."""
+        abort = self._link.wait_abort(None)
+        assert abort is not None
+        if self._snapshots is not None:
+            self._snapshots.wait_copied()
+        parallel_state.acknowledge(abort)
+
+    def _rejoin(self, trainer: Any) -> None:
+        """Go through epochs until one trains. The leader bounds every one of them."""
+        while True:
+            try:
+                self._link.check_epoch()
+                self._enter_epoch(trainer)
+                return
+            except (EpochEnded, BuildSuperseded):
+                pass
+            except (ParametersDiffer, SnapshotDamaged) as error:
+                self._fail(str(error), EXIT_NO_CONSISTENT_STATE)
+                raise
+            except RuntimeError as error:
+                # A peer was lost while the groups were built or used; if nobody was, try again.
+                if self._link.wait_abort(self._config.error_grace_s) is None:
+                    reason = f"{type(error).__name__}: {error}"
+                    self._link.send(m.RegroupFailed(epoch=self._link.epoch, reason=reason))
+            self._acknowledge()
+
+    def _enter_epoch(self, trainer: Any) -> None:
+        plan = parallel_state.adopt_plan()
+        assert plan.restore is not None and self._snapshots is not None
+        started = time.monotonic()
+        parallel_state.reconstruct_groups(self._config.build_timeout_s)
+        regrouped = time.monotonic()
+        trainer.discard_partial_iteration()
+        here = self._load(plan.restore)
+        metadata = self._snapshots.load_rest(here.buffer)
+        trainer.state = TrainState.from_dict(metadata["state"])
+        trainer.scheduler.num_steps = 0  # load_state_dict adds to it (megatron-core 0.16.1).
+        trainer.scheduler.load_state_dict(metadata["scheduler"])
+        rebuild_parameters(trainer.model, trainer.optimizer)
+        restored = time.monotonic()
+        verify_parameters(trainer.model)
+        verified = time.monotonic()
+        rerun = max(0, self._completed - plan.restore)
+        self._live = self._completed = plan.restore
+        seconds = {
+            "regroup": regrouped - started,
+            "restore": restored - regrouped,
+            "verify": verified - restored,
+            "transfer": here.seconds,
+        }
+        if self._setup_s is not None:
+            seconds["setup"], self._setup_s = self._setup_s, None
+        self._send_ready(seconds, num_bytes=here.num_bytes, iterations_rerun=rerun)
+        self._link.wait_resume()
+        self._resumed_at = time.monotonic()
+
+    def _load(self, iteration: Iteration) -> m.SnapshotHere:
+        """Main parameters and moments of `iteration` into place, unless they are there already."""
+        assert self._snapshots is not None
+        epoch = self._link.epoch
+        buffer = self._arena.find(iteration)
+        if buffer is not None:
+            here = m.SnapshotHere(
+                epoch=epoch, iteration=iteration, buffer=buffer, num_bytes=0, seconds=0.0
+            )
+        else:
+            self._link.send(m.SnapshotWanted(epoch=epoch, iteration=iteration))
+            here = self._link.wait_snapshot(iteration)
+        if self._live != iteration:
+            self._live = None
+            self._snapshots.load_tensors(here.buffer)
+        return here
+
+    def _send_ready(
+        self, seconds: dict[str, float], *, num_bytes: int, iterations_rerun: int
+    ) -> None:
+        self._link.send(
+            m.Ready(
+                epoch=self._link.epoch,
+                seconds=seconds,
+                num_bytes=num_bytes,
+                iterations_rerun=iterations_rerun,
+            )
+        )
+
+    def _fail(self, reason: str, exit_code: int) -> None:
+        sys.stdout.flush()
+        self._link.send(m.Failed(reason=reason, exit_code=exit_code))
+
+    # Records
+
+    def _logs_losses(self) -> bool:
+        state = megatron_parallel_state
+        return (
+            state.get_data_parallel_rank(with_context_parallel=True) == 0
+            and state.get_tensor_model_parallel_rank() == 0
+        )
+
+    def _write(self, name: str, record: dict[str, Any]) -> None:
+        if self._config.log_dir is not None:
+            append_json_line(os.path.join(self._config.log_dir, name), record)

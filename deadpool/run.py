@@ -1,0 +1,46 @@
+"""What a script does with `--deadpool`: check, guard, or say how to launch."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from deadpool.arena import Arena
+from deadpool.config import ConfigError, RankEnvironment, parse_config
+from deadpool.guardian import run_guardian
+
+Train = Callable[[Sequence[str], Any], int]
+
+
+def main(argv: Sequence[str], *, train: Train, check: Callable[[Sequence[str]], int]) -> int:
+    """Run one process of a DEADPOOL job, in the role that its launcher gave it.
+
+    train(argv, hooks): the training script's body. check(argv): its input checks alone.
+    Returns the exit code.
+    """
+    if os.environ.get("DEADPOOL_ROLE") == "check":
+        return check(argv)
+    try:
+        config, _ = parse_config(argv)
+        environment = RankEnvironment.from_environ()
+    except ConfigError as error:
+        print(f"deadpool: {error}", file=sys.stderr)
+        return 2
+
+    def trainer_main(sock: socket.socket, arena: Arena) -> int:
+        # Imported here: the guardian runs without torch.
+        from deadpool.groups import GroupRegistry
+        from deadpool.integrations.megatron import DeadpoolHooks
+        from deadpool.link import GuardianLink
+
+        registry = GroupRegistry()
+        link = GuardianLink(sock, on_abort=lambda epoch: registry.abort(epoch - 1))
+        hooks = DeadpoolHooks(
+            config=config, environment=environment, link=link, registry=registry, arena=arena
+        )
+        return train(argv, hooks)
+
+    return run_guardian(config, environment, trainer_main)

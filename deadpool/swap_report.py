@@ -1,0 +1,102 @@
+"""What one swap cost, as a line for people and a record for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from deadpool import messages as m
+from deadpool.protocol.types import Node, Phase, Plan
+
+STAGES = ("detect", "abort", "agree", "setup", "regroup", "restore", "verify", "first_step")
+"""detect: death to announcement. abort: until every survivor stands outside its collectives.
+agree: until the plan is sent. setup: the spare builds its slot's model. regroup: process groups
+built. restore: state loaded and parameters gathered. verify: hashes compared. first_step: the
+next optimizer step done. Each is the slowest member's; setup and regroup overlap."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class SwapReport:
+    """Collected by the coordinator from its clock and the members' `Ready` and `FirstStep`.
+
+    Times are of time.monotonic, in seconds.
+    """
+
+    epoch: int
+    nodes_lost: list[Node]
+    lost_at: float
+    """First news of the loss."""
+    announced_at: float
+    killed_at: float | None
+    """When the fault was injected, where it was."""
+    spares_used: list[Node] = dataclasses.field(default_factory=list)
+    restored_iteration: int | None = None
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    num_bytes: int = 0
+    transfer_seconds: float = 0.0
+    iterations_rerun: int = 0
+    num_first_steps: int = 0
+    _entered_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.seconds["detect"] = self.announced_at - (self.killed_at or self.lost_at)
+        self._entered_at = self.announced_at
+
+    def take_plan(self, plan: Plan) -> None:
+        self.spares_used = sorted({plan.slots[slot].node for slot in plan.replaced})
+        self.restored_iteration = plan.restore
+
+    def enter(self, phase: Phase, now: float) -> None:
+        if phase is Phase.REGROUPING:
+            self.seconds["abort"] = now - self._entered_at
+        elif phase is Phase.TRAINING:
+            # Members' stages fill the phase; what remains is news travelling.
+            inside = sum(self.seconds.get(s, 0.0) for s in ("regroup", "restore", "verify"))
+            self.seconds["agree"] = max(0.0, now - self._entered_at - inside)
+        self._entered_at = now
+
+    def take_ready(self, ready: m.Ready) -> None:
+        for stage, seconds in ready.seconds.items():
+            if stage == "transfer":
+                self.transfer_seconds = max(self.transfer_seconds, seconds)
+            else:
+                self.seconds[stage] = max(seconds, self.seconds.get(stage, 0.0))
+        self.num_bytes += ready.num_bytes
+        self.iterations_rerun = max(self.iterations_rerun, ready.iterations_rerun)
+
+    def take_first_step(self, step: m.FirstStep) -> None:
+        self.num_first_steps += 1
+        self.seconds["first_step"] = max(step.seconds, self.seconds.get("first_step", 0.0))
+
+    @property
+    def total(self) -> float:
+        """From the fault to the end of the first step after it."""
+        return sum(s for stage, s in self.seconds.items() if stage != "setup")
+
+    @property
+    def gigabytes_per_s(self) -> float:
+        return self.num_bytes / self.transfer_seconds / 1e9 if self.transfer_seconds else 0.0
+
+    def line(self) -> str:
+        nodes = ",".join(map(str, self.nodes_lost))
+        spares = ",".join(map(str, self.spares_used))
+        stages = " ".join(f"{s} {self.seconds[s]:.3f}" for s in STAGES if s in self.seconds)
+        return (
+            f"[deadpool] epoch {self.epoch}: node {nodes} lost, spare {spares} took its place; "
+            f"back at iteration {self.restored_iteration}, {self.iterations_rerun} run again; "
+            f"seconds: {stages} total {self.total:.3f}; "
+            f"{self.num_bytes} bytes at {self.gigabytes_per_s:.2f} GB/s"
+        )
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "event": "swap",
+            "epoch": self.epoch,
+            "nodes_lost": self.nodes_lost,
+            "spares_used": self.spares_used,
+            "restored_iteration": self.restored_iteration,
+            "iterations_rerun": self.iterations_rerun,
+            "seconds": {**self.seconds, "total": self.total},
+            "num_bytes": self.num_bytes,
+            "gigabytes_per_s": self.gigabytes_per_s,
+        }
