@@ -6,6 +6,7 @@ import argparse
 
 from megatron.training.arguments.errors import UsageError
 from megatron.training.arguments.machine import Machine
+from megatron.training.arguments.requirements import norms_are_fused
 
 
 def adapt_to_machine(args: argparse.Namespace, machine: Machine) -> None:
@@ -58,7 +59,7 @@ def _choose_fusions(args: argparse.Namespace, machine: Machine) -> None:
     if args.masked_softmax_fusion and not (engine or machine.apex_softmax):
         args.masked_softmax_fusion = False
         off.append("masked softmax")
-    if not args.no_persist_layer_norm and not (engine or machine.apex_norm):
+    if not args.no_persist_layer_norm and not norms_are_fused(args, machine):
         args.no_persist_layer_norm = True
         off.append("persistent LayerNorm")
     rotary = args.position_embedding_type == "rope" or args.use_rotary_position_embeddings

@@ -75,11 +75,13 @@ class MegatronParser(argparse.ArgumentParser):
     def _typed(self, args: Sequence[str] | None) -> frozenset[str]:
         """Destinations of the flags that stand on the command line, whatever their value."""
         defaults = {action: action.default for action in self._actions}
+        set_by_code, self._defaults = self._defaults, {}
         try:
             for action in self._actions:
                 action.default = argparse.SUPPRESS
             typed, _ = super().parse_known_args(args, argparse.Namespace())
         finally:
+            self._defaults = set_by_code
             for action, default in defaults.items():
                 action.default = default
         return frozenset(vars(typed))

@@ -48,8 +48,7 @@ REQUIREMENTS = (
     ),
     *_switches(
         Needs.GPU,
-        "moe-shared-expert-overlap defer-embedding-wgrad-compute cross-entropy-loss-fusion"
-        " use-fused-weighted-squared-relu ddp-pad-buckets-for-high-nccl-busbw"
+        "moe-shared-expert-overlap defer-embedding-wgrad-compute"
         " ddp-reduce-scatter-with-fp32-accumulation",
     ),
     Requirement(flag="--fp8-format", dest="fp8", needs=Needs.TRANSFORMER_ENGINE, idle=None),
@@ -66,6 +65,20 @@ REQUIREMENTS = (
 )
 
 
+NEEDS_KNOWING_NORM = {
+    "--sequence-parallel": "sequence_parallel",
+    "--apply-layernorm-1p": "layernorm_zero_centered_gamma",
+}
+"""Flags that torch's own norms know nothing of."""
+
+
+def norms_are_fused(args: argparse.Namespace, machine: Machine) -> bool:
+    """Whether layers get Transformer Engine's or Apex's norms; megatron-core takes torch's else."""
+    if args.transformer_impl == "transformer_engine":
+        return True
+    return machine.apex_norm and args.normalization == "LayerNorm"
+
+
 def check_requirements(args: argparse.Namespace, machine: Machine) -> None:
     """Refuse what this machine, or the chosen implementation, has no code for."""
     met = {
@@ -79,12 +92,16 @@ def check_requirements(args: argparse.Namespace, machine: Machine) -> None:
             raise UsageError(
                 f"{requirement.flag}{shown} needs {requirement.needs.value}: leave it out"
             )
-    if args.layernorm_zero_centered_gamma and not (
-        met[Needs.TRANSFORMER_ENGINE] or machine.apex_norm
-    ):
+    for flag, dest in NEEDS_KNOWING_NORM.items():
+        if getattr(args, dest) and not norms_are_fused(args, machine):
+            raise UsageError(
+                f"{flag} needs the norms of Transformer Engine, or Apex's LayerNorm; "
+                f"--transformer-impl {args.transformer_impl} with --normalization "
+                f"{args.normalization} has neither here: leave {flag} out"
+            )
+    if args.cross_entropy_fusion_impl == "te" and not met[Needs.TRANSFORMER_ENGINE]:
         raise UsageError(
-            "--apply-layernorm-1p needs the norms of Transformer Engine or Apex, and neither is "
-            "available here: leave it out"
+            f"--cross-entropy-fusion-impl te needs {Needs.TRANSFORMER_ENGINE.value}: use native"
         )
     _check_attention_backend(args)
 

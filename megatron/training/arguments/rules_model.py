@@ -7,6 +7,8 @@ import argparse
 from megatron.training.arguments.errors import UsageError
 from megatron.training.arguments.rules_parallel import divisors, multiples
 
+RECOMPUTABLE = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
+"""What --recompute-modules takes."""
 SWIGLU_MULTIPLE = 64
 """A derived SwiGLU width is a multiple of this."""
 
@@ -52,15 +54,23 @@ def check_shape(args: argparse.Namespace) -> None:
             f"{tensor}; numbers of heads that fit: {multiples(tensor, around=heads)}; "
             f"tensor sizes: {divisors(heads)}"
         )
-    widths = {"hidden-size": args.hidden_size, "ffn-hidden-size": args.ffn_hidden_size}
-    for flag, width in widths.items():
-        if width % tensor:
-            raise UsageError(
-                f"--{flag} {width} does not divide among --tensor-model-parallel-size {tensor}; "
-                f"widths that fit: {multiples(tensor, around=width)}"
-            )
+    _check_ffn(args)
     _check_query_groups(args)
     _check_positions(args)
+
+
+def _check_ffn(args: argparse.Namespace) -> None:
+    width, tensor = args.ffn_hidden_size, args.tensor_model_parallel_size
+    if width < 1:
+        raise UsageError(
+            f"--hidden-size {args.hidden_size} with --swiglu derives an MLP of width {width}: "
+            "type --ffn-hidden-size"
+        )
+    if width % tensor and not (args.num_experts and args.moe_layer_freq == 1):
+        raise UsageError(
+            f"--ffn-hidden-size {width} does not divide among --tensor-model-parallel-size "
+            f"{tensor}; widths that fit: {multiples(tensor, around=width)}"
+        )
 
 
 def _check_activation(args: argparse.Namespace) -> None:
@@ -144,6 +154,11 @@ def check_recompute(args: argparse.Namespace) -> None:
                 "keep one of them"
             )
         args.recompute_granularity = "selective"
+    unknown = sorted(set(args.recompute_modules or ()) - set(RECOMPUTABLE))
+    if unknown:
+        raise UsageError(
+            f"--recompute-modules {' '.join(unknown)}: choose among {', '.join(RECOMPUTABLE)}"
+        )
     granularity = args.recompute_granularity
     if granularity != "full":
         for name in ("recompute_method", "recompute_num_layers"):
@@ -207,12 +222,28 @@ def check_experts(args: argparse.Namespace) -> None:
     _check_expert_layers(args)
     if args.moe_ffn_hidden_size is None:
         args.moe_ffn_hidden_size = args.ffn_hidden_size
+    width, tensor = args.moe_ffn_hidden_size, args.expert_tensor_parallel_size
+    if width < 1 or width % tensor:
+        raise UsageError(
+            f"--moe-ffn-hidden-size {width} does not divide among --expert-tensor-parallel-size "
+            f"{tensor}; widths that fit: {multiples(tensor, around=width)}"
+        )
 
 
 def _check_expert_layers(args: argparse.Namespace) -> None:
     if args.moe_token_dispatcher_type == "flex":
         raise UsageError(
             "--moe-token-dispatcher-type flex is not supported: use alltoall or allgather"
+        )
+    shared = args.moe_shared_expert_intermediate_size
+    if args.add_bias_linear and shared is not None:
+        raise UsageError(
+            f"--moe-shared-expert-intermediate-size {shared} needs --disable-bias-linear: add it"
+        )
+    if args.add_bias_linear and args.expert_tensor_parallel_size > 1:
+        raise UsageError(
+            f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size} needs "
+            "--disable-bias-linear: add it, or use --expert-tensor-parallel-size 1"
         )
     pattern = args.moe_layer_freq
     if isinstance(pattern, list) and len(pattern) != args.num_layers:

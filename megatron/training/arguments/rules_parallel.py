@@ -140,16 +140,29 @@ def _virtual_size_of_layout(args: argparse.Namespace) -> int:
             args.pipeline_model_parallel_layout
         )
     except (AssertionError, ValueError) as error:
-        raise UsageError(
-            f"--pipeline-model-parallel-layout {args.pipeline_model_parallel_layout!r}: {error}"
-        ) from error
+        raise _bad_layout(args, error) from error
     if stages % pipeline:
         raise UsageError(
             f"--pipeline-model-parallel-layout has {stages} stages, which do not divide among "
             f"--pipeline-model-parallel-size {pipeline}; numbers of stages that fit: "
             f"{multiples(pipeline, around=stages)}"
         )
+    try:
+        layout = PipelineParallelLayerLayout.from_str(
+            layout=args.pipeline_model_parallel_layout, pipeline_model_parallel_size=pipeline
+        )
+        layout.validate_layer_layout(num_layers=args.num_layers, mtp_num_layers=None)
+    except (AssertionError, ValueError) as error:
+        raise _bad_layout(args, error) from error
     return int(stages // pipeline)
+
+
+def _bad_layout(args: argparse.Namespace, error: Exception) -> UsageError:
+    given = args.pipeline_model_parallel_layout
+    return UsageError(
+        f"--pipeline-model-parallel-layout {given!r} does not fit --num-layers {args.num_layers}, "
+        f"says megatron-core: {error}"
+    )
 
 
 def _num_slots(args: argparse.Namespace) -> int:
@@ -164,8 +177,8 @@ def _num_slots(args: argparse.Namespace) -> int:
 def _slots_in_words(args: argparse.Namespace) -> str:
     extra = _num_slots(args) - args.num_layers
     if not extra:
-        return f"--num-layers {args.num_layers} layers"
-    return f"--num-layers {args.num_layers} layers and {extra} for embedding and loss"
+        return f"--num-layers {args.num_layers}"
+    return f"--num-layers {args.num_layers} and {extra} for embedding and loss"
 
 
 def _fitting_layers(args: argparse.Namespace, divisor: int) -> str:
@@ -220,21 +233,19 @@ def check_overlap(args: argparse.Namespace) -> None:
         raise UsageError("--overlap-param-gather needs --overlap-grad-reduce: add it")
 
 
-def check_sequence_parallel(args: argparse.Namespace, machine: Machine) -> None:
-    """Sequence parallelism needs tensor parallelism and a norm that knows of it."""
+def check_sequence_parallel(args: argparse.Namespace) -> None:
+    """Sequence parallelism divides a sequence among tensor-parallel ranks."""
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
         args.sequence_parallel = False
         args.notes.append(
             "--sequence-parallel has no effect with --tensor-model-parallel-size 1: turned off"
         )
-    if (
-        args.sequence_parallel
-        and args.transformer_impl == "local"
-        and not (machine.apex_norm or machine.transformer_engine)
-    ):
+    ranks = args.tensor_model_parallel_size * args.context_parallel_size
+    if args.sequence_parallel and args.seq_length % ranks:
         raise UsageError(
-            "--sequence-parallel needs the norms of Transformer Engine or Apex, and neither is "
-            "available here with --transformer-impl local: leave --sequence-parallel out"
+            f"--seq-length {args.seq_length} does not divide by --tensor-model-parallel-size x "
+            f"--context-parallel-size = {ranks}, as --sequence-parallel needs; lengths that fit: "
+            f"{multiples(ranks, around=args.seq_length)}"
         )
 
 

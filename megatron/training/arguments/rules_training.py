@@ -212,6 +212,11 @@ def check_optimizer(args: argparse.Namespace) -> None:
     """The optimizer and its companions."""
     if "muon" in args.optimizer:
         raise UsageError(f"--optimizer {args.optimizer} is not supported: use adam or sgd")
+    if args.optimizer == "sgd" and args.use_distributed_optimizer:
+        raise UsageError(
+            "--optimizer sgd does not go with --use-distributed-optimizer, which shards Adam's "
+            "state: leave one of them out"
+        )
     if args.use_precision_aware_optimizer:
         if args.optimizer != "adam":
             raise UsageError("--use-precision-aware-optimizer needs --optimizer adam")

@@ -60,7 +60,7 @@ def validate_args(
     check_world(args, world_size)
     check_pipeline(args)
     check_overlap(args)
-    check_sequence_parallel(args, machine)
+    check_sequence_parallel(args)
     check_context_parallel(args)
     check_shape(args)
     check_experts(args)
