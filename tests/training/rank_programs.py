@@ -1,0 +1,63 @@
+"""What test ranks run: a pretraining job from flags, recorded to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from typing import Any
+
+import torch
+
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.hooks import NoHooks
+from megatron.training.pretrain import pretrain
+
+SMALL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 16 --train-iters 6 "
+    "--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 "
+    "--clip-grad 1.0 --tokenizer-type NullTokenizer --vocab-size 256 --transformer-impl local "
+    "--distributed-backend gloo --use-distributed-optimizer --log-interval 1 --eval-iters 0 "
+    "--eval-interval 1000 --seed 1234 --num-workers 0"
+).split()
+"""Flags of a model that trains an iteration in a fraction of a second."""
+
+
+@dataclasses.dataclass
+class Recording(NoHooks):
+    """Losses by iteration, exact, and the trainer for inspection."""
+
+    losses: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    trainer: Any = None
+
+    def on_ready(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def after_step(self, trainer: Any, losses: dict[str, float]) -> None:
+        for value in losses.values():
+            self.losses.append((trainer.state.iteration, value))
+
+
+def start(flags: list[str], hooks: Any) -> int:
+    """Parse, validate and run `flags` in this rank."""
+    args = parse_args(flags)
+    validate_args(args, int(os.environ["WORLD_SIZE"]))
+    return pretrain(args, hooks)
+
+
+def train(flags: list[str]) -> dict[str, Any]:
+    """Losses by iteration on ranks that know them, and the final parameters' hash."""
+    hooks = Recording()
+    start(flags, hooks)
+    return {"losses": hooks.losses, "hash": parameter_hash(hooks.trainer.model)}
+
+
+def parameter_hash(model: list[Any]) -> str:
+    """Of all parameters of this rank, to the bit."""
+    digest = hashlib.sha256()
+    for chunk in model:
+        for name, parameter in chunk.named_parameters():
+            digest.update(name.encode())
+            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
