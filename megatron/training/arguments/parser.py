@@ -58,7 +58,9 @@ class MegatronParser(argparse.ArgumentParser):
         if hasattr(parsed, "refused"):
             self.error(refusal_message(parsed.refused))
         if unknown:
-            self.error("\n".join(self._unknown(word) for word in unknown))
+            flags = [word for word in unknown if word.startswith("--")]
+            # Words after an unknown flag are its values: the flag alone is worth naming.
+            self.error("\n".join(self._unknown(word) for word in flags or unknown))
         parsed.typed = self._typed(args)
         return parsed, unknown
 
@@ -100,10 +102,11 @@ def build_parser(extra_args_provider: ExtraArgsProvider | None = None) -> Megatr
     """The parser of every supported flag. `extra_args_provider(parser)` adds its own groups."""
     parser = MegatronParser(
         description="Pretrain a GPT with megatron-core; flags are Megatron-LM 0.16.1's.",
+        usage="%(prog)s [flags]",
         allow_abbrev=False,
     )
     refused = refused_flags()
-    for title, flags in (*generated_groups(), *HANDWRITTEN):
+    for title, flags in (*HANDWRITTEN, *generated_groups()):
         group = parser.add_argument_group(title)
         for flag in flags:
             if refused.intersection(flag.names):
