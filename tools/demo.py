@@ -100,7 +100,7 @@ FLAGS = """
     --use-distributed-optimizer --transformer-impl local --distributed-backend gloo
     --num-layers 4 --hidden-size 96 --num-attention-heads 4
     --seq-length 128 --max-position-embeddings 128 --micro-batch-size 4 --global-batch-size 16
-    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 4
+    --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 4
     --weight-decay 0.1 --clip-grad 1.0 --seed 1234
     --tokenizer-type ByteTokenizer --split 100,0,0 --eval-iters 0 --log-interval 1
 """
