@@ -45,13 +45,13 @@ def read_arguments(argv: Sequence[str]) -> Namespace:
 def check(argv: Sequence[str]) -> int:
     """Read the flags once for a whole job, before any of its processes starts."""
     from megatron.training.arguments import UsageError, exit_with_usage_error
-    from megatron.training.checkpoint_fit import check_fit
+    from megatron.training.pretrain import check_inputs
 
     args = read_arguments(argv)
     for note in args.notes:
         print(note, flush=True)
     try:
-        check_fit(args)
+        check_inputs(args)
     except UsageError as error:
         exit_with_usage_error(error, 0)
     return 0

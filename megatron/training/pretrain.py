@@ -20,6 +20,7 @@ from megatron.training.arguments import (
 from megatron.training.checkpoint_fit import check_fit
 from megatron.training.checkpointing import load_checkpoint
 from megatron.training.data import build_datasets, chunk_reads_data, consume_loader_randoms
+from megatron.training.data_fit import check_splits
 from megatron.training.hooks import NoHooks, TrainingHooks
 from megatron.training.initialize import (
     adopt_rank,
@@ -46,11 +47,17 @@ def pretrain(args: Namespace, hooks: TrainingHooks | None = None) -> int:
     adopt_rank(args)
     _quieten(args)
     device.install(args.local_rank)
-    check_fit(args)
+    check_inputs(args)
     trainer = build_trainer(args, hooks)
     hooks.on_ready(trainer)
     trainer.run()
     return 0
+
+
+def check_inputs(args: Namespace) -> None:
+    """Raises UsageError for a checkpoint or data that do not fit the flags. Needs no group."""
+    check_splits(args)
+    check_fit(args)
 
 
 def build_trainer(args: Namespace, hooks: TrainingHooks) -> Trainer:
