@@ -14,7 +14,7 @@ import pytest
 
 from deadpool.config import add_arguments, check_launch, parse_config
 from deadpool.launcher import add_launch_parser
-from megatron.training.arguments import parse_args
+from megatron.training.arguments import parse_args, validate_args
 from tools import preprocess_data
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,30 +60,43 @@ def after(words: list[str], name: str) -> list[str] | None:
     ("where", "words"),
     [pytest.param(*c, id=f"{c[0]}: {' '.join(c[1][:3])}") for c in all_commands()],
 )
-def test_command_parses(where: str, words: list[str]) -> None:
+def test_command_parses_and_its_flags_fit(
+    where: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flags = after(words, "preprocess_data.py")
     if flags is not None:
         preprocess_data.build_parser().parse_args(flags)
-    flags = after(words, "pretrain_gpt.py")
-    if flags is not None:
-        parse_args(flags, add_arguments)
+    world_size = 0
     launch = after(words, "deadpool")
     if launch and launch[0] == "launch":
         launched = build_deadpool_parser().parse_args(launch)
         config, light = parse_config(launched.arguments)
-        check_launch(
+        grid = check_launch(
             light,
             config,
             num_nodes=launched.nodes,
             ranks_per_node=launched.ranks_per_node,
             num_spare_nodes=launched.spare_nodes,
         )
+        world_size = grid.world_size
     torchrun = after(words, "torchrun")
     if torchrun is not None:
         from torch.distributed.run import get_args_parser
 
         parsed = get_args_parser().parse_args(torchrun)
         assert parsed.training_script.endswith("pretrain_gpt.py")
+        world_size = int(parsed.nnodes.partition(":")[0]) * int(parsed.nproc_per_node)
+    flags = after(words, "pretrain_gpt.py")
+    if flags is not None:
+        assert world_size
+        args = parse_args(flags, add_arguments)
+        monkeypatch.chdir(tmp_path)
+        needed = [f"{prefix}.{kind}" for prefix in args.data_path or () for kind in ("bin", "idx")]
+        needed += filter(None, [args.vocab_file, args.merge_file, args.tokenizer_model])
+        for file in needed:
+            Path(file).parent.mkdir(parents=True, exist_ok=True)
+            Path(file).touch()
+        validate_args(args, world_size)
 
 
 def known_flags() -> set[str]:
