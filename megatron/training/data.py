@@ -169,6 +169,8 @@ class BatchStream:
             num_workers=args.num_workers,
             pin_memory=device.has_gpu(),
             persistent_workers=args.num_workers > 0,
+            # Whatever start method this process was given: a fork has everything imported.
+            multiprocessing_context="fork" if args.num_workers > 0 else None,
             # A generator of its own: opening a stream again must not move the run's random state.
             generator=torch.Generator(),
         )
