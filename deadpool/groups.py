@@ -48,6 +48,22 @@ class GroupRecord:
 class BuildSuperseded(Exception):
     """A newer epoch was announced while the groups of this one were being built."""
 
+    def __init__(self, epoch: int) -> None:
+        super().__init__(f"epoch {epoch} was superseded while its groups were built")
+
+
+class _Build:
+    """The building of one epoch's backends, shared by its thread and the one that waits."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.settled = threading.Event()
+        """Set when the thread has ended, or nobody waits for it any more."""
+        self.error: Exception | None = None
+        self.backends: list[Any] = []
+        self.store: dist.TCPStore | None = None
+        self.device: Any = None
+
 
 class GroupRegistry:
     """Every group of this process, in creation order (the same on every member).
@@ -60,7 +76,8 @@ class GroupRegistry:
         self.records: list[GroupRecord] = []
         self._lock = threading.Lock()
         self._aborted_through = 0
-        self._building_epoch = 0
+        self._building: _Build | None = None
+        self._builders: list[threading.Thread] = []
         self._connections: ConnectionSet | None = None
         self._store: dist.Store | None = None
         self._device: Any = None
@@ -128,44 +145,65 @@ class GroupRegistry:
         epoch: int,
         connect_store: Callable[[], dist.TCPStore],
         hostname: str,
-        build_timeout: timedelta,
+        build_timeout_s: float,
     ) -> None:
         """Build and install a real backend in every group. All members call it for one epoch.
 
         connect_store: returns the rendezvous store of this epoch alone. hostname: address on
         which gloo listens. Raises BuildSuperseded when `abort` was called for this epoch
-        meanwhile, RuntimeError from gloo or NCCL when a member does not come within
-        `build_timeout`.
+        meanwhile, RuntimeError when a member does not come within `build_timeout_s`.
+
+        A gloo constructor that waits for a peer that died meanwhile cannot be interrupted and
+        has the group's own timeout, often minutes. So a thread builds, and is left behind when
+        its epoch is: it ends by itself, and holds nothing of later epochs.
         """
-        old = [record.backend for record in self.records if record.backend is not None]
-        old_store, old_device = self._store, self._device
+        job = _Build(epoch)
         with self._lock:
-            self._check_current(epoch)
-            self._building_epoch = epoch
+            if epoch <= self._aborted_through:
+                raise BuildSuperseded(epoch)
+            self._building = job
             self._connections = ConnectionSet()
-        try:
-            store = self._store = connect_store()
-            self._device = c10d.ProcessGroupGloo.create_device(hostname=hostname)
-            for record in self.records:
-                self._check_current(epoch)
-                record.backend = self._make_backend(record, epoch, store, build_timeout)
-                _install(record)
-        except RuntimeError:
-            self._check_current(epoch)  # Cut by `abort`: a newer epoch, not a failed build.
-            raise
+        thread = threading.Thread(
+            target=self._build_all,
+            args=(job, connect_store, hostname),
+            name=f"deadpool-build-{epoch}",
+            daemon=True,
+        )
+        thread.start()
+        self._builders = [t for t in self._builders if t.is_alive()] + [thread]
+        if not job.settled.wait(build_timeout_s):
+            self.abort(epoch)
+            raise RuntimeError(
+                f"the process groups of epoch {epoch} were not built within {build_timeout_s:g} s"
+            )
         with self._lock:
-            self._check_current(epoch)
-            self._connections.freeze(except_port=store.port)
-        self._destroy_in_background(old, old_store, old_device)
+            if epoch <= self._aborted_through:
+                raise BuildSuperseded(epoch)
+            if job.error is not None:
+                raise job.error
+            assert self._connections is not None and job.store is not None
+            self._connections.freeze(except_port=job.store.port)
+        retired = [record.backend for record in self.records], self._store, self._device
+        for record, backend in zip(self.records, job.backends, strict=True):
+            record.backend = backend
+            _install(record)
+        self._store, self._device = job.store, job.device
+        self._destroy_in_background(*retired)
 
-    def _check_current(self, epoch: int) -> None:
-        if epoch <= self._aborted_through:
-            raise BuildSuperseded(f"epoch {epoch} was superseded while its groups were built")
+    def _build_all(
+        self, job: _Build, connect_store: Callable[[], dist.TCPStore], hostname: str
+    ) -> None:
+        try:
+            job.store = connect_store()
+            job.device = c10d.ProcessGroupGloo.create_device(hostname=hostname)
+            for record in self.records:
+                job.backends.append(self._make_backend(record, job))
+        except Exception as error:  # The thread's outermost frame: `build` raises it.
+            job.error = error
+        job.settled.set()
 
-    def _make_backend(
-        self, record: GroupRecord, epoch: int, store: dist.Store, build_timeout: timedelta
-    ) -> Any:
-        prefix = dist.PrefixStore(f"epoch{epoch}/{record.name}/", store)
+    def _make_backend(self, record: GroupRecord, job: _Build) -> Any:
+        prefix = dist.PrefixStore(f"epoch{job.epoch}/{record.name}/", job.store)
         rank = record.group.rank()
         if record.backend_name == "nccl":
             options = record.options or c10d.ProcessGroupNCCL.Options()
@@ -175,13 +213,12 @@ class GroupRegistry:
             backend = c10d.ProcessGroupNCCL(prefix, rank, len(record.ranks), options)
         elif record.backend_name == "gloo":
             options = c10d.ProcessGroupGloo._Options()
-            options._devices = [self._device]
-            options._timeout = build_timeout
+            options._devices = [job.device]
+            options._timeout = record.timeout
             options._threads = 2
             options.global_ranks_in_group = list(record.ranks)
             options.group_name = record.name
             backend = c10d.ProcessGroupGloo(prefix, rank, len(record.ranks), options)
-            backend._set_default_timeout(record.timeout)
         else:
             raise ValueError(
                 f"process group {record.name} asks for backend {record.backend_name!r}; "
@@ -199,8 +236,10 @@ class GroupRegistry:
         """
         with self._lock:
             self._aborted_through = max(self._aborted_through, epoch)
-            if self._building_epoch > epoch:
-                return 0
+            if self._building is not None:
+                if self._building.epoch > epoch:
+                    return 0
+                self._building.settled.set()
             num_cut = self._connections.shutdown() if self._connections else 0
         threads = [
             threading.Thread(target=record.backend.abort, daemon=True)
@@ -214,10 +253,10 @@ class GroupRegistry:
         return num_cut + len(threads)
 
     def _destroy_in_background(self, backends: list[Any], store: Any, device: Any) -> None:
-        """Dropping the last reference joins gloo's threads (0.1 to 0.3 s for all): not on the
+        """Drop what an earlier epoch used. Dropping the last reference joins gloo's threads (0.1 to 0.3 s for all): not on the
         critical path. A store outlives the backends that used it."""
         self._retired = [thread for thread in self._retired if thread.is_alive()]
-        if not backends:
+        if store is None:
             return
         kept = [backends, store, device]
         thread = threading.Thread(target=kept.clear, name="deadpool-retire", daemon=True)

@@ -136,17 +136,21 @@ def reconstruct_groups(build_timeout_s: float) -> None:
     member does not come within the bound.
     """
     state = _attached()
-    plan, timeout = get_plan(), timedelta(seconds=build_timeout_s)
+    plan = get_plan()
     own_store, state.store = state.store, None
 
     def connect_store() -> dist.TCPStore:
         if own_store is not None:
             return own_store
         host = plan.slots[plan.store_slot].host
+        timeout = timedelta(seconds=build_timeout_s)
         return dist.TCPStore(host, plan.store_port, is_master=False, timeout=timeout)
 
     state.registry.build(
-        epoch=plan.epoch, connect_store=connect_store, hostname=state.host, build_timeout=timeout
+        epoch=plan.epoch,
+        connect_store=connect_store,
+        hostname=state.host,
+        build_timeout_s=build_timeout_s,
     )
 
 
