@@ -176,7 +176,7 @@ BAD = {
     ),
     "precision": ("--fp16 --bf16", 1, ["--fp16 and --bf16"]),
     "fp16 loss": ("--fp16-lm-cross-entropy", 1, ["--fp16-lm-cross-entropy needs --fp16"]),
-    "fp32 residual": ("--fp32-residual-connection", 1, ["--fp16 or --bf16"]),
+    "fp32 residual": ("--fp32-residual-connection", 1, ["--fp32-residual-connection needs"]),
     "gradient dtype": ("--main-grads-dtype bf16", 1, ["--use-precision-aware-optimizer"]),
     "param gather": (
         "--overlap-param-gather --overlap-grad-reduce",

@@ -68,6 +68,7 @@ REQUIREMENTS = (
 NEEDS_KNOWING_NORM = {
     "--sequence-parallel": "sequence_parallel",
     "--apply-layernorm-1p": "layernorm_zero_centered_gamma",
+    "--fp32-residual-connection": "fp32_residual_connection",
 }
 """Flags that torch's own norms know nothing of."""
 
@@ -102,6 +103,12 @@ def check_requirements(args: argparse.Namespace, machine: Machine) -> None:
     if args.cross_entropy_fusion_impl == "te" and not met[Needs.TRANSFORMER_ENGINE]:
         raise UsageError(
             f"--cross-entropy-fusion-impl te needs {Needs.TRANSFORMER_ENGINE.value}: use native"
+        )
+    needing = sorted({"layernorm", "moe_act"} & set(args.recompute_modules or ()))
+    if needing and args.recompute_granularity == "selective" and machine.transformer_engine is None:
+        raise UsageError(
+            f"--recompute-modules {' '.join(needing)} needs the package transformer-engine and a "
+            "GPU: choose other modules"
         )
     _check_attention_backend(args)
 

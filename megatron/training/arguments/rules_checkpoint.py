@@ -34,6 +34,8 @@ def check_checkpoints(args: argparse.Namespace) -> None:
     for name in needing_load:
         if getattr(args, name) and args.load is None:
             raise UsageError(f"--{name.replace('_', '-')} needs --load")
+    if not args.perform_initialization and args.load is None:
+        raise UsageError("--no-initialization leaves the weights undefined without --load: add it")
     if args.exit_on_missing_checkpoint and not Path(args.load).is_dir():
         raise UsageError(f"--load {args.load}: no such folder, and --exit-on-missing-checkpoint")
     _note_what_has_no_effect(args)

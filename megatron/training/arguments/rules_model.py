@@ -82,9 +82,22 @@ def _check_activation(args: argparse.Namespace) -> None:
         args.bias_gelu_fusion = False
     else:
         args.add_qkv_bias = True
-    if args.squared_relu and args.bias_gelu_fusion:
-        args.bias_gelu_fusion = False
-        args.notes.append("--squared-relu has no kernel fused with the bias: fusion left out")
+    _leave_out_bias_fusion(args)
+
+
+def _leave_out_bias_fusion(args: argparse.Namespace) -> None:
+    """megatron-core fuses the bias with GeLU in dense layers, with quick GeGLU in experts."""
+    has_experts = bool(args.num_experts)
+    has_dense = not has_experts or args.moe_layer_freq != 1
+    without = {
+        "--squared-relu": args.squared_relu,
+        "--quick-geglu in dense layers": args.quick_geglu and has_dense,
+        "GeLU in experts": has_experts and not (args.swiglu or args.quick_geglu),
+    }
+    for name, applies in without.items():
+        if applies and args.bias_gelu_fusion and not args.swiglu:
+            args.bias_gelu_fusion = False
+            args.notes.append(f"megatron-core cannot fuse the bias with {name}: not fused")
 
 
 def _default_ffn_hidden_size(args: argparse.Namespace) -> int:
@@ -255,10 +268,23 @@ def _check_expert_layers(args: argparse.Namespace) -> None:
         if isinstance(given, list) and len(given) == 1:
             setattr(args, name, given[0])
     kinds, weights = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
+    _check_router(args)
     num_kinds = len(kinds) if isinstance(kinds, list) else 1
     num_weights = len(weights) if isinstance(weights, list) else 1
     if num_kinds != num_weights and (num_kinds > 1 or num_weights > 1):
         raise UsageError(
             f"--moe-aux-loss-coeff needs one weight for each --moe-router-load-balancing-type: "
             f"{num_kinds} types, {num_weights} weights given"
+        )
+
+
+def _check_router(args: argparse.Namespace) -> None:
+    if args.moe_router_load_balancing_type == "sinkhorn" and args.moe_aux_loss_coeff != 0:
+        raise UsageError(
+            f"--moe-aux-loss-coeff {args.moe_aux_loss_coeff} does not go with "
+            "--moe-router-load-balancing-type sinkhorn: leave it out"
+        )
+    if args.moe_apply_probs_on_input and args.moe_router_topk != 1:
+        raise UsageError(
+            f"--moe-apply-probs-on-input needs --moe-router-topk 1, given {args.moe_router_topk}"
         )
