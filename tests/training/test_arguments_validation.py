@@ -164,6 +164,21 @@ BAD = {
         2,
         ["--expert-tensor-parallel-size 2", "--disable-bias-linear"],
     ),
+    "expert bias": (
+        "--num-experts 4",
+        1,
+        ["--num-experts 4", "--expert-model-parallel-size 1", "--disable-bias-linear"],
+    ),
+    "sinkhorn": (
+        "--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1",
+        1,
+        ["--moe-aux-loss-coeff 0.1", "sinkhorn"],
+    ),
+    "probs on input": (
+        "--num-experts 4 --moe-apply-probs-on-input",
+        1,
+        ["--moe-apply-probs-on-input needs --moe-router-topk 1, given 2"],
+    ),
     "layer pattern": (
         "--num-experts 4 --moe-layer-freq [1]*3",
         1,
@@ -206,7 +221,11 @@ BAD = {
     "inference": ("--transformer-impl inference_optimized", 1, ["inference_optimized"]),
     "nccl": ("--distributed-backend nccl", 1, ["--distributed-backend nccl", "gloo"]),
     "fp8": ("--fp8-format hybrid --bf16", 1, ["--fp8-format hybrid", "Transformer Engine"]),
-    "grouped gemm": ("--num-experts 2 --moe-grouped-gemm", 1, ["--moe-grouped-gemm needs"]),
+    "grouped gemm": (
+        "--num-experts 2 --moe-grouped-gemm --disable-bias-linear",
+        1,
+        ["--moe-grouped-gemm needs"],
+    ),
     "precision aware": (
         "--use-precision-aware-optimizer --use-distributed-optimizer",
         1,
@@ -228,7 +247,11 @@ BAD = {
         1,
         ["--optimizer sgd", "--use-distributed-optimizer"],
     ),
-    "router topk 1": ("--num-experts 2 --moe-router-topk 1", 1, ["--moe-router-pre-softmax"]),
+    "router topk 1": (
+        "--num-experts 2 --moe-router-topk 1 --disable-bias-linear",
+        1,
+        ["--moe-router-pre-softmax"],
+    ),
     "two activations": ("--swiglu --squared-relu", 1, ["--swiglu and --squared-relu"]),
     "recompute method": ("--recompute-method uniform", 1, ["--recompute-granularity full"]),
     "recompute layers": (
@@ -236,6 +259,12 @@ BAD = {
         1,
         ["--recompute-num-layers from 1 to 4"],
     ),
+    "recomputed norms": (
+        "--recompute-granularity selective --recompute-modules layernorm",
+        1,
+        ["--recompute-modules layernorm needs"],
+    ),
+    "no initialization": ("--no-initialization", 1, ["--no-initialization", "--load"]),
     "recompute modules": (
         "--recompute-granularity selective --recompute-modules everything",
         1,

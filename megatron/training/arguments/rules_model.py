@@ -248,16 +248,6 @@ def _check_expert_layers(args: argparse.Namespace) -> None:
         raise UsageError(
             "--moe-token-dispatcher-type flex is not supported: use alltoall or allgather"
         )
-    shared = args.moe_shared_expert_intermediate_size
-    if args.add_bias_linear and shared is not None:
-        raise UsageError(
-            f"--moe-shared-expert-intermediate-size {shared} needs --disable-bias-linear: add it"
-        )
-    if args.add_bias_linear and args.expert_tensor_parallel_size > 1:
-        raise UsageError(
-            f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size} needs "
-            "--disable-bias-linear: add it, or use --expert-tensor-parallel-size 1"
-        )
     pattern = args.moe_layer_freq
     if isinstance(pattern, list) and len(pattern) != args.num_layers:
         raise UsageError(
@@ -275,6 +265,28 @@ def _check_expert_layers(args: argparse.Namespace) -> None:
         raise UsageError(
             f"--moe-aux-loss-coeff needs one weight for each --moe-router-load-balancing-type: "
             f"{num_kinds} types, {num_weights} weights given"
+        )
+    if args.add_bias_linear:
+        _check_expert_bias(args)
+
+
+def _check_expert_bias(args: argparse.Namespace) -> None:
+    shared = args.moe_shared_expert_intermediate_size
+    if shared is not None:
+        raise UsageError(
+            f"--moe-shared-expert-intermediate-size {shared} needs --disable-bias-linear: add it"
+        )
+    if args.expert_tensor_parallel_size > 1:
+        raise UsageError(
+            f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size} needs "
+            "--disable-bias-linear: add it, or use --expert-tensor-parallel-size 1"
+        )
+    if args.expert_model_parallel_size == 1 and args.transformer_impl == "local":
+        # megatron-core 0.16.1 adds an expert's bias in place to a view that autograd forbids to
+        # change; with expert parallelism the output is no view.
+        raise UsageError(
+            f"--num-experts {args.num_experts} with --expert-model-parallel-size 1 needs "
+            "--disable-bias-linear in megatron-core's local implementation: add it"
         )
 
 
