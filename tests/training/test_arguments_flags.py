@@ -12,6 +12,7 @@ import ast
 import dataclasses
 import enum
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,9 @@ def differences(action: argparse.Action, entry: dict[str, Any]) -> list[str]:
     choices = entry.get("choices")
     if choices is not None:
         choices = choices + OUR_CHOICES.get(entry["flags"][0], [])
+    if entry["flags"] == ["--exit-signal"]:
+        # The record is of Python 3.11; 3.10 does not name every signal.
+        choices = [name for name in choices if hasattr(signal, name)]
     default = {"on": False, "off": True, "value": None}[kind]
     pairs = {
         "spellings": (list(action.option_strings), entry["flags"]),
