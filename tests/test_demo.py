@@ -14,12 +14,13 @@ from tools.demo_plot import draw
 from tools.demo_report import RunRecord, differences, read_run, rows_to_show, table
 
 NUM_ITERATIONS = 40
+KILL = {"node": 1, "iteration": 20, "phase": "backward", "monotonic_s": 12.5}
 SWAP = {
     "event": "swap",
     "epoch": 2,
     "nodes_lost": [1],
     "spares_used": [2],
-    "restored_iteration": 19,
+    "restored_iteration": 18,
     "iterations_rerun": 1,
     "seconds": {"detect": 0.02, "abort": 0.01, "agree": 0.003, "setup": 0.4, "regroup": 0.05,
                 "restore": 0.1, "verify": 0.02, "first_step": 0.3, "total": 0.503},
@@ -64,10 +65,13 @@ def peace(tmp_path: Path) -> RunRecord:
 
 @pytest.fixture
 def failure(tmp_path: Path) -> RunRecord:
-    """Iteration 20 completed in epoch 1 with another loss, then ran again."""
-    lines = [line_of(i) for i in range(1, 20)] + [line_of(20, loss=9.0)]
-    lines += [line_of(i, epoch=2) for i in range(20, NUM_ITERATIONS + 1)]
-    return read_run(write_run(tmp_path / "failure", lines, [{"event": "other"}, SWAP]))
+    """Node 1 killed in iteration 20; 19, whose snapshot was not complete everywhere, runs again
+    (its first line has another loss, which must not count)."""
+    lines = [line_of(i) for i in range(1, 19)] + [line_of(19, loss=9.0)]
+    lines += [line_of(i, epoch=2) for i in range(19, NUM_ITERATIONS + 1)]
+    folder = write_run(tmp_path / "failure", lines, [{"event": "other"}, SWAP])
+    (folder / "injections.jsonl").write_text(json.dumps(KILL) + "\n")
+    return read_run(folder)
 
 
 def compare(peace: RunRecord, failure: RunRecord) -> list[str]:
@@ -76,7 +80,8 @@ def compare(peace: RunRecord, failure: RunRecord) -> list[str]:
 
 def test_equal_runs_last_line_of_an_iteration_counts(peace: RunRecord, failure: RunRecord) -> None:
     assert compare(peace, failure) == []
-    assert failure.losses[20].epoch == 2
+    assert (failure.losses[18].epoch, failure.losses[19].epoch) == (1, 2)
+    assert failure.kills[0].iteration == 20
     assert failure.swaps[0].nodes_lost == (1,)
 
 
@@ -120,10 +125,10 @@ def test_unfinished_line_is_left_for_later(tmp_path: Path) -> None:
 
 def test_table_shows_both_losses_around_the_swap(peace: RunRecord, failure: RunRecord) -> None:
     rows = rows_to_show(peace, failure, NUM_ITERATIONS)
-    assert rows == [1, 2, 18, 19, 20, 21, 22, 39, 40]
+    assert rows == [1, 2, 17, 18, 19, 20, 21, 22, 39, 40]
     lines = table(peace, failure, rows).splitlines()
     assert lines[4].strip() == "..."
-    assert lines[7].split() == ["20", f"{loss_of(20):.7f}", f"{loss_of(20):.7f}", "2", "yes"]
+    assert lines[7].split() == ["19", f"{loss_of(19):.7f}", f"{loss_of(19):.7f}", "2", "yes"]
 
 
 def test_picture_is_drawn(peace: RunRecord, failure: RunRecord, tmp_path: Path) -> None:
@@ -138,7 +143,7 @@ def test_report_says_so_and_returns_what_differs(
     assert demo.report(peace, failure, args) == []
     printed = capsys.readouterr().out
     assert "the same in every bit" in printed
-    assert "epoch 2: node 1 lost, spare node 2 took its place; back at iteration 19" in printed
+    assert "epoch 2: node 1 lost, spare node 2 took its place; back at iteration 18" in printed
     failure.hashes[0] = "0" * 15 + "1"
     assert demo.report(peace, failure, args)
     assert "DIFFERENT: slot 0" in capsys.readouterr().out

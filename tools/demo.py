@@ -99,7 +99,7 @@ FLAGS = """
     --tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping
     --use-distributed-optimizer --transformer-impl local --distributed-backend gloo
     --num-layers 4 --hidden-size 96 --num-attention-heads 4
-    --seq-length 128 --max-position-embeddings 128 --micro-batch-size 4 --global-batch-size 16
+    --seq-length 64 --max-position-embeddings 64 --micro-batch-size 8 --global-batch-size 32
     --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 4
     --weight-decay 0.1 --clip-grad 1.0 --seed 1234
     --tokenizer-type ByteTokenizer --split 100,0,0 --eval-iters 0 --log-interval 1
@@ -187,6 +187,7 @@ class Meter:
         self._num_iterations = num_iterations
         self._live = sys.stdout.isatty()
         self._next = 0
+        self._shown = -1
 
     def say(self, text: str) -> None:
         """A line of its own above the renewing one."""
@@ -200,8 +201,9 @@ class Meter:
         )
         if self._live:
             print(f"\r\x1b[K{text}", end="\n" if last else "", flush=True)
-        elif done >= self._next or last:
+        elif done >= self._next or (last and done > self._shown):
             print(text, flush=True)
+            self._shown = done
             self._next = done + max(1, self._num_iterations // 4)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tools.demo_report import RunRecord
+from tools.demo_report import Kill, RunRecord, Swap
 
 PEACE = "#9ecae1"
 FAILURE = "#08306b"
@@ -24,16 +24,15 @@ def draw(peace: RunRecord, failure: RunRecord, identical: bool, file: Path) -> N
     )
     _draw_curves(upper, peace, failure)
     _draw_difference(lower, peace, failure)
-    for swap in failure.swaps:
-        killed = swap.restored_iteration + 1
+    for kill in failure.kills:
         for axes in (upper, lower):
-            axes.axvline(killed, color=LOSS_OF_NODE, linewidth=1.2, linestyle=(0, (4, 2)), zorder=1)
-        nodes = " and ".join(map(str, swap.nodes_lost))
-        spares = " and ".join(map(str, swap.spares_used))
+            axes.axvline(
+                kill.iteration, color=LOSS_OF_NODE, linewidth=1.2, linestyle=(0, (4, 2)), zorder=1
+            )
+    for kill, swap in zip(failure.kills, failure.swaps, strict=False):
         upper.annotate(
-            f"node {nodes} killed in iteration {killed}\n"
-            f"spare node {spares} in its place after {swap.seconds['total']:.2f} s",
-            xy=(killed, 0.92),
+            _story(kill, swap),
+            xy=(kill.iteration, 0.92),
             xycoords=("data", "axes fraction"),
             xytext=(8, 0),
             textcoords="offset points",
@@ -47,6 +46,18 @@ def draw(peace: RunRecord, failure: RunRecord, identical: bool, file: Path) -> N
     )
     figure.savefig(file, dpi=150)
     pyplot.close(figure)
+
+
+def _story(kill: Kill, swap: Swap) -> str:
+    spares = " and ".join(map(str, swap.spares_used))
+    again = {0: "no iteration", 1: "1 iteration"}.get(
+        swap.iterations_rerun, f"{swap.iterations_rerun} iterations"
+    )
+    return (
+        f"node {kill.node} killed in iteration {kill.iteration} ({kill.phase})\n"
+        f"spare node {spares} in its place, next step done after {swap.seconds['total']:.2f} s\n"
+        f"{again} run again"
+    )
 
 
 def _draw_curves(axes: Any, peace: RunRecord, failure: RunRecord) -> None:

@@ -1,6 +1,6 @@
 """Reads what two runs of the demonstration wrote, and says whether they are the same in every bit.
 
-Reads the JSON lines that `--deadpool-log-dir` collects: losses.jsonl, events.jsonl, final.jsonl.
+Reads the JSON lines that `--deadpool-log-dir` collects (docs/log-files.md).
 """
 
 from __future__ import annotations
@@ -50,11 +50,21 @@ class Swap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """A node killed on purpose."""
+
+    node: int
+    iteration: int
+    phase: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
     """What a run left behind, complete or not."""
 
     losses: dict[int, Loss]
     """By iteration, in order."""
+    kills: tuple[Kill, ...]
     swaps: tuple[Swap, ...]
     hashes: dict[int, str]
     """Of the final parameters, by slot."""
@@ -94,9 +104,14 @@ def read_run(log_dir: Path) -> RunRecord:
         for record in _json_lines(log_dir / "events.jsonl")
         if record["event"] == "swap"
     )
+    kills = (
+        Kill(node=record["node"], iteration=record["iteration"], phase=record["phase"])
+        for record in _json_lines(log_dir / "injections.jsonl")
+    )
     final = _json_lines(log_dir / "final.jsonl")
     return RunRecord(
         losses=dict(sorted(losses.items())),
+        kills=tuple(dict.fromkeys(kills)),
         swaps=tuple(swaps),
         hashes={record["slot"]: record["parameters_xxh3"] for record in final},
     )
@@ -154,10 +169,12 @@ def _decimal(loss: Loss | None) -> str:
 
 
 def rows_to_show(peace: RunRecord, failure: RunRecord, num_iterations: int) -> list[int]:
-    """First and last iterations, those around each swap, and every one that differs."""
+    """First and last iterations, those around each failure, and every one that differs."""
     shown = {1, 2, num_iterations - 1, num_iterations}
     for swap in failure.swaps:
-        shown.update(range(swap.restored_iteration - 1, swap.restored_iteration + 4))
+        shown.update(range(swap.restored_iteration - 1, swap.restored_iteration + 2))
+    for kill in failure.kills:
+        shown.update(range(kill.iteration - 1, kill.iteration + 3))
     for iteration in range(1, num_iterations + 1):
         one, other = peace.losses.get(iteration), failure.losses.get(iteration)
         if one is None or other is None or one.bits != other.bits:
