@@ -28,6 +28,7 @@ BASE = (
 ITERATIONS = BASE + "--train-iters 10 "
 PLAIN = ITERATIONS + "--mock-data --tokenizer-type ByteTokenizer "
 REAL = ITERATIONS + "--tokenizer-type ByteTokenizer "
+UNSPLIT = REAL.replace("--split 99,1,0", "")
 
 
 def validated(flags: str, world_size: int = 1, machine: Machine = CPU) -> Namespace:
@@ -341,8 +342,8 @@ def test_inconsistent_flags_are_refused_with_names_and_numbers(case: str) -> Non
         (REAL + "--data-path /no/such", "/no/such.bin, /no/such.idx"),
         (REAL + "--data-path 0.5 /a 0.5", "by turns"),
         (REAL + "--data-args-path /no/such", "--data-args-path /no/such cannot be read"),
-        (REAL + "--per-split-data-args-path /no/such", "--per-split-data-args-path /no/such"),
-        (REAL + "--train-data-path /no/such", "--train-data-path: no such file"),
+        (UNSPLIT + "--per-split-data-args-path /no/such", "--per-split-data-args-path /no/such"),
+        (UNSPLIT + "--train-data-path /no/such", "--train-data-path: no such file"),
         (
             BASE + "--mock-data --tokenizer-type ByteTokenizer --train-samples 9 "
             "--lr-decay-iters 3",
@@ -389,7 +390,7 @@ def test_blend_file_is_read(tmp_path: Path) -> None:
 def test_split_file_without_a_split_is_refused(tmp_path: Path) -> None:
     (tmp_path / "splits.json").write_text('{"train": []}')
 
-    text = message(REAL + f"--per-split-data-args-path {tmp_path}/splits.json")
+    text = message(UNSPLIT + f"--per-split-data-args-path {tmp_path}/splits.json")
     assert "lacks the key 'valid'" in text
 
 

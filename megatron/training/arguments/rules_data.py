@@ -34,25 +34,8 @@ UNUSED_EVAL_INTERVAL = 1000
 def check_data(args: argparse.Namespace) -> None:
     """Exactly one source of data, all its files in place; sets `split` and `dataloader_type`."""
     source = _only_source(args)
-    if source == "mock_data":
-        pass
-    elif source == "per_split":
-        for name in ("train_data_path", "valid_data_path", "test_data_path"):
-            if getattr(args, name) is not None:
-                _check_prefixes(f"--{name.replace('_', '-')}", getattr(args, name))
-        if args.split is not None:
-            raise UsageError(
-                f"--split {args.split} divides --data-path; beside --train-data-path, "
-                "--valid-data-path and --test-data-path leave it out"
-            )
-    elif source == "data_path":
-        _check_prefixes("--data-path", args.data_path)
-    elif source == "data_args_path":
-        words = _read(args.data_args_path, "--data-args-path").split()
-        _check_prefixes(f"--data-args-path {args.data_args_path}", words)
-    else:
-        _check_split_file(args.per_split_data_args_path)
-    if args.split is None and source in ("data_path", "data_args_path", "mock_data"):
+    _check_source(args, source)
+    if args.split is None and source not in ("per_split", "split_file"):
         args.split = LEGACY_SPLIT
         args.notes.append(f'--split is not given: using "{LEGACY_SPLIT}", as Megatron-LM does')
     if args.split is not None:
@@ -68,6 +51,25 @@ def check_data(args: argparse.Namespace) -> None:
             raise UsageError(f"--{flag} {getattr(args, name)}: must be at least {least}")
     if args.per_dataset_sequences_path is not None:
         _read(args.per_dataset_sequences_path, "--per-dataset-sequences-path")
+
+
+def _check_source(args: argparse.Namespace, source: str) -> None:
+    if source in ("per_split", "split_file") and args.split is not None:
+        raise UsageError(
+            f"--split {args.split} divides --data-path; where training, validation and test have "
+            "paths of their own, leave it out"
+        )
+    if source == "per_split":
+        for name in ("train_data_path", "valid_data_path", "test_data_path"):
+            if getattr(args, name) is not None:
+                _check_prefixes(f"--{name.replace('_', '-')}", getattr(args, name))
+    elif source == "data_path":
+        _check_prefixes("--data-path", args.data_path)
+    elif source == "data_args_path":
+        words = _read(args.data_args_path, "--data-args-path").split()
+        _check_prefixes(f"--data-args-path {args.data_args_path}", words)
+    elif source == "split_file":
+        _check_split_file(args.per_split_data_args_path)
 
 
 def _only_source(args: argparse.Namespace) -> str:

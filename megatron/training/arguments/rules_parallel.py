@@ -96,8 +96,8 @@ def _virtual_size(args: argparse.Namespace) -> int:
         args.decoder_first_pipeline_num_layers is not None
         or args.decoder_last_pipeline_num_layers is not None
     )
-    if args.num_virtual_stages_per_pipeline_rank is not None:
-        virtual = args.num_virtual_stages_per_pipeline_rank
+    virtual = args.num_virtual_stages_per_pipeline_rank
+    if virtual is not None:
         if not uneven and _num_slots(args) % (pipeline * virtual):
             raise UsageError(
                 f"{_slots_in_words(args)} do not divide among --pipeline-model-parallel-size "
@@ -115,6 +115,11 @@ def _virtual_size(args: argparse.Namespace) -> int:
             )
         _check_uneven_stages(args)
         return 1
+    return _virtual_size_of_equal_stages(args)
+
+
+def _virtual_size_of_equal_stages(args: argparse.Namespace) -> int:
+    pipeline = args.pipeline_model_parallel_size
     if _num_slots(args) % pipeline:
         raise UsageError(
             f"{_slots_in_words(args)} do not divide among --pipeline-model-parallel-size "
