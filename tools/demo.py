@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -46,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DemoError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted; the job was ended", file=sys.stderr)
+        return 128 + signal.SIGINT
     found = report(peace, failure, args)
     print(f"{time.monotonic() - started:.0f} s in all")
     return 1 if found else 0
@@ -239,4 +243,5 @@ def _short(path: Path) -> Path:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())
