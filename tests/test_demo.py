@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +163,15 @@ def test_training_command_has_no_flag_twice(tmp_path: Path) -> None:
     flags = [word for word in command if word.startswith("--")]
     assert len(flags) == len(set(flags))
     assert str(tmp_path / "with space") in command
+
+
+@pytest.mark.timeout(600)
+def test_demo_itself_short_ends_with_0_and_its_files(tmp_path: Path) -> None:
+    command = [sys.executable, str(demo.ROOT / "tools" / "demo.py"), "--output-dir", str(tmp_path)]
+    command += ["--train-iters", "8", "--kill-iteration", "5", "--time-limit", "240"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "node 1 lost, spare node 2 took its place" in done.stdout
+    assert "8 losses and the parameters of 4 slots are the same in every bit" in done.stdout
+    assert len((tmp_path / "losses.txt").read_text().splitlines()) == 2 + 8
+    assert (tmp_path / "losses.png").stat().st_size > 10_000

@@ -50,8 +50,8 @@ def draw(peace: RunRecord, failure: RunRecord, identical: bool, file: Path) -> N
 
 def _story(kill: Kill, swap: Swap) -> str:
     spares = " and ".join(map(str, swap.spares_used))
-    again = {0: "no iteration", 1: "1 iteration"}.get(
-        swap.iterations_rerun, f"{swap.iterations_rerun} iterations"
+    again = {0: "no completed iteration", 1: "1 completed iteration"}.get(
+        swap.iterations_rerun, f"{swap.iterations_rerun} completed iterations"
     )
     return (
         f"node {kill.node} killed in iteration {kill.iteration} ({kill.phase})\n"
