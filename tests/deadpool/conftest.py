@@ -79,7 +79,8 @@ def run_job(
     """`run_job(launch, arguments, timeout_s=120)` -> Job: `python -m deadpool launch *launch
     pretrain_gpt.py --deadpool *TRAINING_FLAGS *arguments`, in a process of its own.
 
-    during(pid): called with the launcher's pid while the job runs.
+    during(pid, log_dir): called with the launcher's pid while the job runs. drop: flags of
+    TRAINING_FLAGS to leave out, with their values.
     """
 
     def run(
@@ -89,12 +90,13 @@ def run_job(
         timeout_s: float = 120.0,
         during: Callable[[int, Path], None] | None = None,
         script: str = "pretrain_gpt.py",
+        drop: Sequence[str] = (),
     ) -> Job:
         folder = tmp_path_factory.mktemp("job")
         data = REPOSITORY / "tests" / "golden" / "licenses_bytes"
         argv = [
             *("launch", *launch, str(REPOSITORY / script), "--deadpool"),
-            *("--deadpool-log-dir", str(folder / "log"), *TRAINING_FLAGS),
+            *("--deadpool-log-dir", str(folder / "log"), *_without(TRAINING_FLAGS, drop)),
             *("--data-path", str(data), "--data-cache-path", str(data_cache), *arguments),
         ]
         reader, writer = fork_server.Pipe(duplex=False)
@@ -122,6 +124,16 @@ def run_job(
         )
 
     yield run
+
+
+def _without(flags: Sequence[str], names: Sequence[str]) -> list[str]:
+    kept, dropping = [], False
+    for word in flags:
+        if word.startswith("--"):
+            dropping = word in names
+        if not dropping:
+            kept.append(word)
+    return kept
 
 
 def _reap_job(writer: Any, output: str, argv: list[str], timeout_s: float) -> None:
@@ -185,10 +197,10 @@ def peace(run_job: RunJob) -> Callable[..., Job]:
     """The unfailed run of a grid, once for all tests that compare with it."""
     jobs: dict[tuple[str, ...], Job] = {}
 
-    def get(launch: Sequence[str], arguments: Sequence[str]) -> Job:
-        key = (*launch, *arguments)
+    def get(launch: Sequence[str], arguments: Sequence[str], drop: Sequence[str] = ()) -> Job:
+        key = (*launch, *arguments, *drop)
         if key not in jobs:
-            jobs[key] = run_job(launch, arguments)
+            jobs[key] = run_job(launch, arguments, drop=drop)
             jobs[key].check_clean()
         return jobs[key]
 
