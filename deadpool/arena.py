@@ -145,9 +145,7 @@ class ReplicaShelf:
         )
 
     def find(self, slot: Slot, iteration: Iteration) -> Replica | None:
-        return next(
-            (r for r in self._shelves.get(slot, []) if r.iteration == iteration), None
-        )
+        return next((r for r in self._shelves.get(slot, []) if r.iteration == iteration), None)
 
     def open_buffer(self, slot: Slot, num_bytes: int) -> Replica:
         """A buffer to receive into: the one with the older iteration, now invalid. The newest is

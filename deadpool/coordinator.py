@@ -152,9 +152,7 @@ class Coordinator:
                 )
             case m.Staged():
                 self._feed(
-                    protocol.Staged(
-                        member=member, epoch=message.epoch, iteration=message.iteration
-                    )
+                    protocol.Staged(member=member, epoch=message.epoch, iteration=message.iteration)
                 )
             case m.FirstStep():
                 self._take_first_step(message)

@@ -14,7 +14,6 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Sequence
 
 from deadpool.config import (
     ConfigError,
@@ -219,5 +218,3 @@ class _Launch:
             self._coordinator.drain()
         else:
             self._coordinator.end(128 + number, f"ended by {signal.Signals(number).name}")
-
-

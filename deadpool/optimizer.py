@@ -119,9 +119,7 @@ def rebuild_parameters(model: list[Any], optimizer: Any) -> None:
             chunk.start_param_sync(force_sync=True)
 
 
-def patch_step(
-    optimizer: Any, *, before: Callable[[], None], after: Callable[[], None]
-) -> None:
+def patch_step(optimizer: Any, *, before: Callable[[], None], after: Callable[[], None]) -> None:
     """Call `before` and `after` around each `optimizer.step()`, on the same thread. `before` may
     wait for what the step overwrites; `after` starts to copy what it wrote."""
     step = optimizer.step

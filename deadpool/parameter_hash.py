@@ -26,7 +26,8 @@ def hash_tensors(tensors: Iterable[torch.Tensor]) -> int:
 
 def split_parameters(model: list[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Dense and expert parameters: they are replicated over different groups."""
-    dense, expert = [], []
+    dense: list[torch.Tensor] = []
+    expert: list[torch.Tensor] = []
     for chunk in model:
         for parameter in chunk.parameters():
             (dense if getattr(parameter, "allreduce", True) else expert).append(parameter.data)

@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 logger = logging.getLogger(__name__)
 
 IO_TIMEOUT_S = 120.0
-"""Bound of one send, or of the next bytes to come. A dead peer is noticed by membership long before."""
+"""Bound of one send, or of the next bytes to come. Membership notices a dead peer long before."""
 
 
 class ReplicaRefused(Exception):
@@ -169,7 +169,9 @@ class ReplicaServer:
             await channel.receive_bytes(replica.view)
             found = await _checksum(replica.view)
             if found != offer.checksum:
-                await channel.send(Answer(refusal=f"checksum {found:#x}, announced {offer.checksum:#x}"))
+                await channel.send(
+                    Answer(refusal=f"checksum {found:#x}, announced {offer.checksum:#x}")
+                )
                 return
             if offer.epoch != self._current_epoch():
                 await channel.send(Answer(refusal=f"epoch {offer.epoch} has passed"))
@@ -226,9 +228,7 @@ async def put_replica(
     return len(payload)
 
 
-async def pull_replica(
-    member: Member, *, token: str, slot: Slot, iteration: Iteration
-) -> Replica:
+async def pull_replica(member: Member, *, token: str, slot: Slot, iteration: Iteration) -> Replica:
     """Fetch a replica into fresh memory, checksum verified.
 
     Raises WireError, or ReplicaRefused where the holder lacks it or the bytes are damaged.

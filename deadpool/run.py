@@ -6,13 +6,22 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deadpool.arena import Arena
 from deadpool.config import ConfigError, RankEnvironment, parse_config
 from deadpool.guardian import run_guardian
+from deadpool.protocol.types import Epoch
+
+if TYPE_CHECKING:
+    from deadpool.groups import GroupRegistry
 
 Train = Callable[[Sequence[str], Any], int]
+
+
+def _abort_before(registry: GroupRegistry, epoch: Epoch) -> None:
+    """On the link's thread: free the main thread from the collectives of earlier epochs."""
+    registry.abort(epoch - 1)
 
 
 def main(argv: Sequence[str], *, train: Train, check: Callable[[Sequence[str]], int]) -> int:
@@ -37,7 +46,7 @@ def main(argv: Sequence[str], *, train: Train, check: Callable[[Sequence[str]], 
         from deadpool.link import GuardianLink
 
         registry = GroupRegistry()
-        link = GuardianLink(sock, on_abort=lambda epoch: registry.abort(epoch - 1))
+        link = GuardianLink(sock, on_abort=lambda epoch: _abort_before(registry, epoch))
         hooks = DeadpoolHooks(
             config=config, environment=environment, link=link, registry=registry, arena=arena
         )

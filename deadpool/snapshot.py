@@ -1,7 +1,7 @@
 """Capture of a rank's state into the arena, and its restoration.
 
-A snapshot is what training after iteration i depends on and no peer has: the optimizer shard, module
-buffers, random-number states, counters. Parameters are not in it: they follow from the main
+A snapshot is what training after iteration i depends on and no peer has: the optimizer shard,
+module buffers, random-number states, counters. Parameters are not in it: they follow from the main
 parameters (`deadpool.optimizer.rebuild_parameters`).
 """
 
@@ -215,7 +215,10 @@ class Snapshotter:
             )
         random_names = [e.name for e in self._entries if e.name.startswith("random/")]
         self._restore_random(
-            {name.removeprefix("random/"): self._views[buffer][name].clone() for name in random_names}
+            {
+                name.removeprefix("random/"): self._views[buffer][name].clone()
+                for name in random_names
+            }
         )
         load_scalar_state(self._optimizer, metadata.pop("optimizer"))
         return metadata

@@ -10,9 +10,6 @@ from typing import Any
 
 from megatron.core import parallel_state as megatron_parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.training.hooks import Phase
-from megatron.training.rng import collect_rng_state, restore_rng_state
-from megatron.training.state import TrainState
 
 from deadpool import messages as m
 from deadpool import parallel_state
@@ -25,6 +22,9 @@ from deadpool.optimizer import patch_inner_step, patch_step, rebuild_parameters
 from deadpool.parameter_hash import ParametersDiffer, hash_parameters, verify_parameters
 from deadpool.protocol.types import Iteration
 from deadpool.snapshot import SnapshotDamaged, Snapshotter
+from megatron.training.hooks import Phase
+from megatron.training.rng import collect_rng_state, restore_rng_state
+from megatron.training.state import TrainState
 
 EXIT_NO_CONSISTENT_STATE = 4
 
@@ -206,9 +206,7 @@ class DeadpoolHooks:
         self._snapshots.seal(self._live, metadata)
 
     def _on_captured(self, iteration: Iteration, buffer: int) -> None:
-        self._link.send(
-            m.Captured(epoch=self._link.epoch, iteration=iteration, buffer=buffer)
-        )
+        self._link.send(m.Captured(epoch=self._link.epoch, iteration=iteration, buffer=buffer))
 
     # Recovery
 

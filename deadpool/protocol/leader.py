@@ -7,6 +7,8 @@ order. Deadlines are events too: a `SetDeadline` action asks for `DeadlinePassed
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 from deadpool.protocol.placement import (
     Grid,
@@ -181,14 +183,7 @@ class EnterPhase:
 
 
 Action = (
-    SendAbort
-    | SendPlan
-    | SendResume
-    | SendCommitted
-    | SendEnd
-    | Fence
-    | SetDeadline
-    | EnterPhase
+    SendAbort | SendPlan | SendResume | SendCommitted | SendEnd | Fence | SetDeadline | EnterPhase
 )
 
 
@@ -241,7 +236,7 @@ class Leader:
         if self.is_over:
             return self._late(event)
         try:
-            handler = _TABLE[self.phase, type(event)]
+            handler = _TABLE[self.phase][type(event)]
         except KeyError:
             raise AssertionError(
                 f"{type(event).__name__} in phase {self.phase.value} of epoch {self.epoch}"
@@ -259,9 +254,7 @@ class Leader:
     def _late(self, event: Event) -> list[Action]:
         """After the end: whoever still comes is sent home."""
         if isinstance(event, Joined):
-            return [
-                SendEnd(members=(event.member.member,), exit_code=0, reason="the job is over")
-            ]
+            return [SendEnd(members=(event.member.member,), exit_code=0, reason="the job is over")]
         return []
 
     def _ignore(self, event: Event) -> list[Action]:
@@ -446,9 +439,7 @@ class Leader:
         if self._committed_in_epoch is not None and complete <= self._committed_in_epoch:
             return []
         self._committed_in_epoch = self.committed = complete
-        return [
-            SendCommitted(members=self._slot_members(), epoch=self.epoch, iteration=complete)
-        ]
+        return [SendCommitted(members=self._slot_members(), epoch=self.epoch, iteration=complete)]
 
     def _take_finished(self, event: Finished) -> list[Action]:
         if event.epoch != self.epoch:
@@ -492,32 +483,44 @@ class Leader:
         ]
 
 
-_TABLE = {
-    (Phase.FORMING, Joined): Leader._join_forming,
-    (Phase.FORMING, Lost): Leader._lost_forming,
-    (Phase.FORMING, Failed): Leader._failed,
-    (Phase.FORMING, DeadlinePassed): Leader._forming_late,
-    **{
-        (phase, event): handler
-        for phase in (Phase.ABORTING, Phase.REGROUPING, Phase.TRAINING)
-        for event, handler in (
-            (Joined, Leader._join_running),
-            (Lost, Leader._lost),
-            (Failed, Leader._failed),
-            (Staged, Leader._ignore),
-            (Aborted, Leader._ignore),
-            (Ready, Leader._ignore),
-            (RegroupFailed, Leader._ignore),
-            (Finished, Leader._ignore),
-            (DeadlinePassed, Leader._ignore),
-        )
-    },
-    (Phase.ABORTING, Aborted): Leader._take_aborted,
-    (Phase.ABORTING, DeadlinePassed): Leader._deadline,
-    (Phase.REGROUPING, Ready): Leader._take_ready,
-    (Phase.REGROUPING, Staged): Leader._take_staged,
-    (Phase.REGROUPING, RegroupFailed): Leader._regroup_failed,
-    (Phase.REGROUPING, DeadlinePassed): Leader._deadline,
-    (Phase.TRAINING, Staged): Leader._take_staged,
-    (Phase.TRAINING, Finished): Leader._take_finished,
+_Handler = Callable[[Leader, Any], list[Action]]
+
+_WHILE_RUNNING: dict[type, _Handler] = {
+    Joined: Leader._join_running,
+    Lost: Leader._lost,
+    Failed: Leader._failed,
+    # Of a phase or an epoch that has passed, unless a phase below says otherwise.
+    Staged: Leader._ignore,
+    Aborted: Leader._ignore,
+    Ready: Leader._ignore,
+    RegroupFailed: Leader._ignore,
+    Finished: Leader._ignore,
+    DeadlinePassed: Leader._ignore,
 }
+
+_TABLE: dict[Phase, dict[type, _Handler]] = {
+    Phase.FORMING: {
+        Joined: Leader._join_forming,
+        Lost: Leader._lost_forming,
+        Failed: Leader._failed,
+        DeadlinePassed: Leader._forming_late,
+    },
+    Phase.ABORTING: {
+        **_WHILE_RUNNING,
+        Aborted: Leader._take_aborted,
+        DeadlinePassed: Leader._deadline,
+    },
+    Phase.REGROUPING: {
+        **_WHILE_RUNNING,
+        Ready: Leader._take_ready,
+        Staged: Leader._take_staged,
+        RegroupFailed: Leader._regroup_failed,
+        DeadlinePassed: Leader._deadline,
+    },
+    Phase.TRAINING: {
+        **_WHILE_RUNNING,
+        Staged: Leader._take_staged,
+        Finished: Leader._take_finished,
+    },
+}
+"""What is done with each event in each phase. COMPLETED and HALTED take none: see `_late`."""

@@ -37,9 +37,7 @@ class Grid:
         stride = inner * (self.pipeline if self.pipeline_before_data else 1)
         position = (slot // stride) % self.data
         first = slot - position * stride
-        return [
-            Slot(first + ((position + k) % self.data) * stride) for k in range(1, self.data)
-        ]
+        return [Slot(first + ((position + k) % self.data) * stride) for k in range(1, self.data)]
 
 
 def node_position(grid: Grid, slot: Slot) -> int:

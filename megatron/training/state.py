@@ -45,7 +45,7 @@ class TrainState:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainState:
         """The state that `to_dict` gave. Raises TypeError on a key that is not known."""
-        copied = {
+        copied: dict[str, Any] = {
             key: dict(value) if isinstance(value, dict) else value for key, value in values.items()
         }
         return cls(**copied)

@@ -5,9 +5,9 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-import psutil  # noqa: E402
+import psutil
 
-import pretrain_gpt  # noqa: E402
+import pretrain_gpt
 
 
 def train(argv, hooks=None):

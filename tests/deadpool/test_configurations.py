@@ -1,4 +1,4 @@
-"""A swap in every kind of configuration that the driver trains: optimizers, precisions, schedules."""
+"""A swap in every kind of configuration that the driver trains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ LAUNCH = ["--nodes", "3", "--ranks-per-node", "2", "--spare-nodes", "1"]
 CONFIGURATIONS = {
     "fp32": "--tensor-model-parallel-size 2",
     # The scaler's state changes and iterations are skipped until the scale fits.
-    "fp16-dynamic-scale": "--fp16 --initial-loss-scale 8388608 --loss-scale-window 2 --hysteresis 1",
+    "fp16-dynamic-scale": "--fp16 --initial-loss-scale 8388608 --loss-scale-window 2 "
+    "--hysteresis 1",
     "interleaved": "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
     "--bf16 --use-tp-pp-dp-mapping",
     "overlap": "--overlap-grad-reduce --overlap-param-gather --bf16",
@@ -45,7 +46,10 @@ def test_kill_in_configuration_continues_bit_identical(run_job, peace, name):
     phase = ["backward", "replicate"][position % 2]
     job = run_job(
         LAUNCH,
-        [*arguments(name), f"--deadpool-inject=kill-node={position // 2 % 2}@iteration=4,phase={phase}"],
+        [
+            *arguments(name),
+            f"--deadpool-inject=kill-node={position // 2 % 2}@iteration=4,phase={phase}",
+        ],
         drop=drop,
     )
     job.check_clean()

@@ -168,7 +168,9 @@ def test_bad_input_ends_before_any_process_group(run_job, launching, arguments, 
     job.check_clean(exit_code=2)
     for word in words:
         assert word in job.output
-    messages = [line for line in job.output.splitlines() if line.startswith(("deadpool:", "error:"))]
+    messages = [
+        line for line in job.output.splitlines() if line.startswith(("deadpool:", "error:"))
+    ]
     assert len(messages) == 1, job.output
     assert job.records("losses.jsonl") == []
 
@@ -190,9 +192,7 @@ def test_resume_from_checkpoint_survives_a_loss(run_job, peace, tmp_path):
     flags += ["--train-iters", "6"]
     save = ["--save", str(tmp_path), "--save-interval", "3", "--exit-interval", "3"]
     run_job(launch(3, 1), [*flags, *save]).check_clean()
-    job = run_job(
-        launch(3, 1), [*flags, "--load", str(tmp_path), *inject((1, 5, "backward"))]
-    )
+    job = run_job(launch(3, 1), [*flags, "--load", str(tmp_path), *inject((1, 5, "backward"))])
     job.check_clean()
     assert job.losses == {i: loss for i, loss in whole.losses.items() if i > 3}
     assert job.parameters == whole.parameters
@@ -217,5 +217,5 @@ def wait_for_iteration(log_dir, iteration, timeout_s=60.0):
 
 def node_processes(launcher_pid):
     """The process of each virtual node, in order of start."""
-    nodes = [p for p in psutil.Process(launcher_pid).children(recursive=True)]
-    return sorted((p for p in nodes if p.name() == "dp-node"), key=lambda p: p.pid)
+    below = psutil.Process(launcher_pid).children(recursive=True)
+    return sorted((p for p in below if p.name() == "dp-node"), key=lambda p: p.pid)
