@@ -328,7 +328,7 @@ class Trainer:
         return leave
 
     def _due(self, interval: int | None) -> bool:
-        return bool(interval) and self.state.iteration % interval == 0
+        return interval is not None and interval > 0 and self.state.iteration % interval == 0
 
     def _log(self, *, again: bool) -> None:
         """Print the line if it is due. Needs no collective, so that it can be done at any time."""
