@@ -18,7 +18,6 @@ SHAPE_FLAGS = {
     "ffn_hidden_size": "--ffn-hidden-size",
     "num_attention_heads": "--num-attention-heads",
     "kv_channels": "--kv-channels",
-    "padded_vocab_size": "--vocab-size",
     "position_embedding_type": "--position-embedding-type",
     "normalization": "--normalization",
     "num_experts": "--num-experts",
@@ -95,6 +94,9 @@ def check_fit(args: Namespace) -> None:
     if args.position_embedding_type == "learned_absolute":
         length = getattr(stored, "max_position_embeddings", None)
         _compare(path, "--max-position-embeddings", args.max_position_embeddings, length)
+    if same_grid(args, stored):
+        rows = getattr(stored, "padded_vocab_size", None)
+        _compare(path, "--padded-vocab-size", args.padded_vocab_size, rows)
     for name, (flag, sets) in SWITCHES.items():
         if hasattr(stored, name) and getattr(stored, name) != getattr(args, name, None):
             advice = "give it" if getattr(stored, name) == sets else "leave it out"
@@ -105,7 +107,7 @@ def check_fit(args: Namespace) -> None:
 
 def _compare(path: Path, flag: str, given: Any, fits: Any) -> None:
     if fits is not None and given != fits:
-        raise UsageError(f"{flag}: {given} was given, the checkpoint {path} has {fits}")
+        raise UsageError(f"{flag}: the flags give {given}, the checkpoint {path} has {fits}")
 
 
 def _check_optimizer(args: Namespace, stored: Namespace, path: Path) -> None:

@@ -13,19 +13,22 @@ import numpy as np
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.serialization import (
-    get_default_load_sharded_strategy,
-    get_default_save_sharded_strategy,
-)
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.num_microbatches_calculator import update_num_microbatches
+from megatron.core.transformer.enums import AttnBackend
 
 from megatron.training import checkpoint_folder
 from megatron.training.checkpoint_fit import checkpoint_to_load, same_grid
+from megatron.training.checkpoint_writer import InProcessSaveStrategy
 from megatron.training.model import unwrap
+from megatron.training.optimizer import (
+    allocate_torch_adam_state,
+    restore_torch_adam_steps,
+)
 from megatron.training.output import print_rank_0
 from megatron.training.state import TrainState
 
@@ -51,7 +54,7 @@ def save_checkpoint(trainer: Trainer) -> None:
         checkpoint_folder.prepare_partial(args.save, iteration)
     torch.distributed.barrier()
     metadata = _content_metadata(args)
-    strategy = get_default_save_sharded_strategy("torch_dist")
+    strategy: Any = InProcessSaveStrategy()
     if args.ckpt_fully_parallel_save:
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         strategy = FullyParallelSaveStrategyWrapper(strategy, group, False)
@@ -125,16 +128,32 @@ def _model_contents(model: list[Any], metadata: dict[str, Any]) -> dict[str, Any
 
 
 def _stored_args(args: Namespace, state: TrainState) -> Namespace:
-    """What Megatron-LM keeps in its arguments: the flags and the counters of samples."""
-    stored = copy.copy(args)
-    for name in ("rank", "local_rank"):
-        if hasattr(stored, name):
-            delattr(stored, name)
+    """What Megatron-LM keeps in its arguments: the flags and the counters of samples.
+
+    Reading a checkpoint unpickles known types alone, so flags of other types are left out; so are
+    a rank's own.
+    """
+    rank_own = {"rank", "local_rank", "typed", "notes"}
+    stored = Namespace(
+        **{
+            name: value
+            for name, value in vars(args).items()
+            if name not in rank_own and _is_loadable(value)
+        }
+    )
     stored.iteration = state.iteration
     stored.consumed_train_samples = state.consumed_train_samples
     stored.skipped_train_samples = state.skipped_train_samples
     stored.consumed_valid_samples = state.consumed_valid_samples
     return stored
+
+
+def _is_loadable(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_loadable(item) for item in value)
+    if isinstance(value, dict):
+        return all(_is_loadable(item) for item in (*value.keys(), *value.values()))
+    return value is None or type(value) in (str, int, float, bool, torch.dtype, AttnBackend)
 
 
 def _comparable(common: dict[str, Any]) -> dict[str, Any]:
@@ -200,7 +219,9 @@ def load_checkpoint(trainer: Trainer) -> bool:
     loaded = _read(trainer, path, metadata, with_optimizer=with_optimizer, with_rng=with_rng)
     _load_weights(trainer, loaded)
     if with_optimizer:
-        trainer.optimizer.load_state_dict(loaded["optimizer"])
+        with torch.no_grad():
+            trainer.optimizer.load_state_dict(loaded["optimizer"])
+        restore_torch_adam_steps(trainer.optimizer)
         trainer.scheduler.load_state_dict(loaded["opt_param_scheduler"])
     elif args.fp16 or args.bf16:
         trainer.optimizer.reload_model_params()
@@ -228,6 +249,7 @@ def _read(
     args = trainer.args
     wanted = _model_contents(trainer.model, metadata)
     if with_optimizer:
+        allocate_torch_adam_state(trainer.optimizer)
         wanted["optimizer"] = trainer.optimizer.sharded_state_dict(
             wanted, metadata=metadata, is_loading=True
         )

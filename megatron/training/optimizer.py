@@ -84,6 +84,46 @@ def _gathered_group_keys(expected: set[tuple[Any, bool]], *, alone: bool) -> Ite
         torch.distributed.all_gather_object = gather
 
 
+def allocate_torch_adam_state(optimizer: MegatronOptimizer) -> None:
+    """Give torch's Adam the state it otherwise makes in its first step.
+
+    megatron-core 0.16.1 reads the step count of every parameter before it loads a checkpoint, which
+    fails on a fresh optimizer; with Apex or Transformer Engine it does not.
+    """
+    for inner, parameter, _ in _torch_adam_parameters(optimizer):
+        if not inner.state[parameter]:
+            inner.state[parameter] = {
+                "step": torch.tensor(0.0, dtype=torch.float32),
+                "exp_avg": torch.zeros_like(parameter.data),
+                "exp_avg_sq": torch.zeros_like(parameter.data),
+            }
+
+
+def restore_torch_adam_steps(optimizer: MegatronOptimizer) -> None:
+    """Set the step counts that loading left wrong.
+
+    megatron-core 0.16.1 puts the loaded count into the parameter groups; the counts of the
+    parameters, which torch's Adam uses, are one shared tensor after loading, with the value from
+    before.
+    """
+    for inner, parameter, group in _torch_adam_parameters(optimizer):
+        state = inner.state[parameter]
+        if "step" in state:
+            count = float(group.get("step", state["step"]))
+            state["step"] = torch.tensor(count, dtype=torch.float32)
+
+
+def _torch_adam_parameters(
+    optimizer: Any,
+) -> Iterator[tuple[Any, torch.Tensor, dict[str, Any]]]:
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = one.optimizer
+        if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
+            for group in inner.param_groups:
+                for parameter in group["params"]:
+                    yield inner, parameter, group
+
+
 def build_scheduler(args: Namespace, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """The schedule, in samples. With `--train-samples` this also sets `args.train_iters`."""
     if args.train_samples:

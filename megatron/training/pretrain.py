@@ -19,7 +19,12 @@ from megatron.training.arguments import (
 )
 from megatron.training.checkpoint_fit import check_fit
 from megatron.training.checkpointing import load_checkpoint
-from megatron.training.data import build_datasets, chunk_reads_data, consume_loader_randoms
+from megatron.training.data import (
+    DataSets,
+    build_datasets,
+    chunk_reads_data,
+    consume_loader_randoms,
+)
 from megatron.training.data_fit import check_splits
 from megatron.training.hooks import NoHooks, TrainingHooks
 from megatron.training.initialize import (
@@ -32,7 +37,7 @@ from megatron.training.initialize import (
 from megatron.training.model import build_model
 from megatron.training.optimizer import build_optimizer, build_scheduler
 from megatron.training.output import print_datetime, print_rank_0
-from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
+from megatron.training.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
 from megatron.training.trainer import Trainer
 
 
@@ -47,29 +52,33 @@ def pretrain(args: Namespace, hooks: TrainingHooks | None = None) -> int:
     adopt_rank(args)
     _quieten(args)
     device.install(args.local_rank)
-    check_inputs(args)
-    trainer = build_trainer(args, hooks)
+    tokenizer = check_inputs(args)
+    trainer = build_trainer(args, hooks, tokenizer)
     hooks.on_ready(trainer)
     trainer.run()
     return 0
 
 
-def check_inputs(args: Namespace) -> None:
-    """Raises UsageError for a checkpoint or data that do not fit the flags. Needs no group."""
+def check_inputs(args: Namespace) -> Tokenizer:
+    """The tokenizer, with `args.padded_vocab_size` set.
+
+    Raises UsageError for a checkpoint, data or a tokenizer that do not fit the flags. Needs no
+    process group.
+    """
+    tokenizer = build_tokenizer(args)
+    if not getattr(args, "padded_vocab_size", None):
+        args.padded_vocab_size = padded_vocab_size(tokenizer.vocab_size, args)
     check_splits(args)
     check_fit(args)
+    return tokenizer
 
 
-def build_trainer(args: Namespace, hooks: TrainingHooks) -> Trainer:
+def build_trainer(args: Namespace, hooks: TrainingHooks, tokenizer: Tokenizer) -> Trainer:
     """Everything up to the first iteration.
 
     A replacement builds it alone, among groups whose collectives do nothing: no result of a
     collective is read on the way, and what they would have brought comes with `hooks.on_ready`.
     """
-    tokenizer = build_tokenizer(args)
-    args.padded_vocab_size = getattr(args, "padded_vocab_size", None) or padded_vocab_size(
-        tokenizer.vocab_size, args
-    )
     initialize_core(args)
     hooks.create_process_groups(
         args, lambda **overrides: create_process_groups(args, **overrides)
@@ -102,7 +111,7 @@ def build_trainer(args: Namespace, hooks: TrainingHooks) -> Trainer:
     return trainer
 
 
-def _datasets(args: Namespace, tokenizer: Any, model: list[Any]) -> Any:
+def _datasets(args: Namespace, tokenizer: Tokenizer, model: list[Any]) -> DataSets:
     print_rank_0("> building train, validation, and test datasets for GPT ...")
     reads_data = any(chunk_reads_data(chunk) for chunk in model)
     datasets = build_datasets(args, tokenizer, reads_data=reads_data)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import signal
 from typing import Any
 
 import torch
 
-from megatron.training.arguments import parse_args, validate_args
+from megatron.training import checkpoint_folder
+from megatron.training.arguments import UsageError, parse_args, validate_args
 from megatron.training.hooks import NoHooks
 from megatron.training.pretrain import pretrain
 
@@ -61,3 +63,30 @@ def parameter_hash(model: list[Any]) -> str:
             digest.update(name.encode())
             digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def train_killed_in_save(flags: list[str], iteration: int) -> bool:
+    """Die by SIGKILL (in a child, so that the caller can tell) when `iteration` is published."""
+    child = os.fork()
+    if child == 0:
+        publish = checkpoint_folder.publish
+
+        def dying(root: str, at: int) -> None:
+            if at == iteration:
+                os.kill(os.getpid(), signal.SIGKILL)
+            publish(root, at)
+
+        checkpoint_folder.publish = dying
+        train(flags)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+
+def refusal(flags: list[str]) -> dict[str, Any]:
+    """The message of the UsageError that `flags` end in, and whether groups existed then."""
+    try:
+        start(flags, Recording())
+    except UsageError as error:
+        return {"message": str(error), "groups": torch.distributed.is_initialized()}
+    raise AssertionError("the flags were accepted")
