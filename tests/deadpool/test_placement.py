@@ -1,0 +1,191 @@
+"""Placement against brute force and against megatron-core's own rank generator."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.parallel_state import RankGenerator
+
+from deadpool.protocol.placement import (
+    Grid,
+    choose_holders,
+    choose_restore_point,
+    choose_spare,
+    node_position,
+)
+from deadpool.protocol.types import Holdings, Iteration, Member, MemberId, Node, Slot
+
+SIZES = [
+    (tensor, context, pipeline, data)
+    for tensor, context, pipeline, data in itertools.product(
+        (1, 2, 4), (1, 2), (1, 2, 3), (1, 2, 3, 4)
+    )
+    if tensor * context * pipeline * data <= 32
+]
+GRIDS = [
+    Grid(
+        world_size=tensor * context * pipeline * data,
+        ranks_per_node=ranks_per_node,
+        tensor=tensor,
+        context=context,
+        pipeline=pipeline,
+        pipeline_before_data=pipeline_before_data,
+    )
+    for tensor, context, pipeline, data in SIZES
+    for ranks_per_node in (1, 2, 3, 4, 8)
+    if tensor * context * pipeline * data % ranks_per_node == 0
+    for pipeline_before_data in (False, True)
+]
+MANY_NODES = [grid for grid in GRIDS if grid.num_nodes > 1]
+
+
+def megatron_data_groups(grid: Grid) -> list[list[int]]:
+    """megatron-core's data-parallel groups, without context parallelism in them."""
+    order = "tp-cp-ep-pp-dp" if grid.pipeline_before_data else "tp-cp-ep-dp-pp"
+    generator = RankGenerator(
+        tp=grid.tensor, ep=1, dp=grid.data, pp=grid.pipeline, cp=grid.context, order=order
+    )
+    return generator.get_ranks("dp")
+
+
+def test_data_parallel_ring_over_grids_is_megatrons_group_rotated() -> None:
+    for grid in GRIDS:
+        for group in megatron_data_groups(grid):
+            for place, slot in enumerate(group):
+                rotated = group[place + 1 :] + group[:place]
+                assert grid.data_parallel_ring(Slot(slot)) == rotated, (grid, slot)
+
+
+def test_holders_over_grids_are_always_on_another_node() -> None:
+    for grid in MANY_NODES:
+        for slot, holder in enumerate(choose_holders(grid)):
+            assert slot // grid.ranks_per_node != holder // grid.ranks_per_node, (grid, slot)
+
+
+def test_holders_over_grids_are_the_first_data_parallel_peer_elsewhere() -> None:
+    for grid in MANY_NODES:
+        holders = choose_holders(grid)
+        for group in megatron_data_groups(grid):
+            for place, slot in enumerate(group):
+                elsewhere = [
+                    peer
+                    for peer in group[place + 1 :] + group[:place]
+                    if peer // grid.ranks_per_node != slot // grid.ranks_per_node
+                ]
+                if elsewhere:
+                    assert holders[slot] == elsewhere[0], (grid, slot)
+                else:
+                    next_node = (slot // grid.ranks_per_node + 1) % grid.num_nodes
+                    assert holders[slot] // grid.ranks_per_node == next_node, (grid, slot)
+                    assert holders[slot] % grid.ranks_per_node == slot % grid.ranks_per_node
+
+
+def test_holders_on_one_node_are_refused_saying_why() -> None:
+    grid = Grid(
+        world_size=4, ranks_per_node=4, tensor=2, context=1, pipeline=1, pipeline_before_data=False
+    )
+    with pytest.raises(ValueError, match="4 ranks on one node"):
+        choose_holders(grid)
+
+
+def test_node_position_over_grids_splits_the_world_evenly() -> None:
+    for grid in GRIDS:
+        positions = [node_position(grid, Slot(slot)) for slot in range(grid.world_size)]
+        counts = [positions.count(node) for node in range(grid.num_nodes)]
+        assert counts == [grid.ranks_per_node] * grid.num_nodes
+        assert positions == sorted(positions)
+
+
+# The restore point
+
+iterations = st.integers(0, 4).map(Iteration)
+holdings = st.builds(
+    Holdings,
+    own=st.frozensets(iterations, max_size=2),
+    replicas=st.frozensets(st.tuples(st.integers(0, 3).map(Slot), iterations), max_size=8),
+)
+
+
+@st.composite
+def memories(draw: st.DrawFn) -> tuple[list[tuple[Slot, MemberId]], dict[MemberId, Holdings]]:
+    """Four slots held by members in any order, and what some of them hold."""
+    numbers = draw(st.permutations([MemberId(n) for n in (3, 5, 8, 13)]))
+    slots = [(Slot(slot), number) for slot, number in enumerate(numbers)]
+    says = {n: draw(holdings) for n in numbers if draw(st.integers(0, 9)) > 0}
+    return slots, says
+
+
+@given(memories())
+def test_restore_point_is_the_newest_by_brute_force(
+    memory: tuple[list[tuple[Slot, MemberId]], dict[MemberId, Holdings]],
+) -> None:
+    slots, says = memory
+    complete = [
+        iteration
+        for iteration in range(5)
+        if all(
+            (member in says and iteration in says[member].own)
+            or any((slot, iteration) in h.replicas for h in says.values())
+            for slot, member in slots
+        )
+    ]
+    point = choose_restore_point(slots, says)
+    assert (point[0] if point else None) == max(complete, default=None)
+
+
+@given(memories())
+def test_restore_point_sources_hold_what_they_are_asked_for(
+    memory: tuple[list[tuple[Slot, MemberId]], dict[MemberId, Holdings]],
+) -> None:
+    slots, says = memory
+    point = choose_restore_point(slots, says)
+    if point is None:
+        return
+    iteration, sources = point
+    for slot, member in slots:
+        owns = member in says and iteration in says[member].own
+        assert owns == (slot not in sources)
+        if slot in sources:
+            able = [n for n, h in says.items() if (slot, iteration) in h.replicas]
+            assert sources[slot] == min(able)
+
+
+def test_restore_point_newer_but_incomplete_is_passed_over() -> None:
+    slots = [(Slot(0), MemberId(1)), (Slot(1), MemberId(2))]
+    says = {
+        MemberId(1): Holdings(own=frozenset({Iteration(4), Iteration(5)}), replicas=frozenset()),
+        MemberId(2): Holdings(own=frozenset({Iteration(4)}), replicas=frozenset()),
+    }
+    assert choose_restore_point(slots, says) == (4, {})
+
+
+# Spares
+
+
+def members(node: int, numbers: list[int]) -> list[Member]:
+    return [
+        Member(member=MemberId(n), node=Node(node), local_rank=rank, host="h", data_port=1)
+        for rank, n in enumerate(numbers)
+    ]
+
+
+def test_spare_that_waits_longest_is_chosen_whatever_its_node_number() -> None:
+    spares = {
+        Node(2): members(2, [9, 10]),
+        Node(7): members(7, [6, 5]),
+        Node(8): members(8, [7, 8]),
+    }
+    assert choose_spare(spares, 2) == 7
+
+
+def test_spare_incomplete_is_not_chosen() -> None:
+    spares = {Node(2): members(2, [1]), Node(7): members(7, [6, 5])}
+    assert choose_spare(spares, 2) == 7
+    assert choose_spare({Node(2): members(2, [1])}, 2) is None
+
+
+def test_spare_of_none_is_none() -> None:
+    assert choose_spare({}, 2) is None
