@@ -1,0 +1,175 @@
+"""Hooks that let iterations fail at chosen points and mend them from a copy in memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import rank_programs
+import torch
+
+from megatron.training import rng, trainer as trainer_module
+from megatron.training.hooks import Phase
+from megatron.training.state import TrainState
+
+
+class InjectedError(RuntimeError):
+    """The failure that the test asked for."""
+
+
+class FailingHooks(rank_programs.Recording):
+    """Raises at `points[iteration]`, once each, on every rank; restores what was copied last.
+
+    The points are names of `PHASES` and `PATCHES`. All ranks fail at the same point, so that no
+    message is under way and the process groups stay usable.
+    """
+
+    PHASES = {
+        "data": (Phase.DATA, 0),
+        "forward": (Phase.FORWARD, 1),
+        "last-forward": (Phase.FORWARD, 3),
+        "backward": (Phase.BACKWARD, 1),
+        "last-backward": (Phase.BACKWARD, 3),
+        "optimizer": (Phase.OPTIMIZER, None),
+        "evaluate": (Phase.EVALUATE, None),
+        "save": (Phase.SAVE, None),
+    }
+
+    def __init__(self, points: dict[int, str]) -> None:
+        super().__init__()
+        self.points = dict(points)
+        self.happened: list[str] = []
+        self.by_iteration: dict[int, float] = {}
+
+    def fail_at(self, point: str) -> None:
+        """Raise if the iteration under way (or just done) is to fail here."""
+        done = self.trainer.state.iteration
+        for iteration in (done, done + 1):
+            at_end = point in ("evaluate", "save", "inside-evaluation", "after-step")
+            if self.points.get(iteration) == point and (iteration == done) == at_end:
+                del self.points[iteration]
+                self.happened.append(point)
+                raise InjectedError(f"{point} of iteration {iteration}")
+
+    def on_ready(self, trainer: Any) -> None:
+        super().on_ready(trainer)
+        self._patch(trainer)
+        self._copy = copy_state(trainer)
+
+    def on_phase(self, phase: Phase, microbatch: int | None = None) -> None:
+        for point, where in self.PHASES.items():
+            if where == (phase, microbatch):
+                self.fail_at(point)
+
+    def after_step(self, trainer: Any, losses: dict[str, float]) -> None:
+        self.by_iteration[trainer.state.iteration] = losses.get("lm loss", float("nan"))
+        self._copy = copy_state(trainer)
+        self.fail_at("after-step")
+
+    def on_error(self, trainer: Any, error: BaseException) -> bool:
+        if not isinstance(error, InjectedError):
+            return False
+        trainer.discard_partial_iteration()
+        restore_state(trainer, self._copy)
+        return True
+
+    def _patch(self, trainer: Any) -> None:
+        """Points inside functions of megatron-core."""
+        optimizer, scheduler = trainer.optimizer, trainer.scheduler
+        optimizer.step = self._around(optimizer.step, "before-optimizer", "after-optimizer")
+        scheduler.step = self._around(scheduler.step, "before-scheduler", "after-scheduler")
+        trainer_module.finalize_model_grads = self._around(
+            trainer_module.finalize_model_grads, "before-reduce", "after-reduce"
+        )
+        gpt = trainer_module.transient.unwrap(trainer.model[0])
+        layer = gpt.decoder.layers[1]
+        layer.register_forward_hook(lambda *_: self._inside_layer(trainer))
+        weight = gpt.decoder.layers[2].self_attention.linear_qkv.weight
+        weight.register_hook(lambda gradient: self._counted("inside-backward", 4))
+
+    def _inside_layer(self, trainer: Any) -> None:
+        if trainer.model[0].training:
+            self._counted("inside-forward", 3)
+        else:
+            self.fail_at("inside-evaluation")
+
+    def _counted(self, point: str, call: int) -> None:
+        """Fail at the `call`-th time in the iteration."""
+        key = (point, self.trainer.state.iteration)
+        self._calls = getattr(self, "_calls", {})
+        self._calls[key] = self._calls.get(key, 0) + 1
+        if self._calls[key] == call:
+            self.fail_at(point)
+
+    def _around(self, function: Callable[..., Any], before: str, after: str) -> Callable[..., Any]:
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            self.fail_at(before)
+            result = function(*args, **kwargs)
+            self.fail_at(after)
+            return result
+
+        return failing
+
+
+def _tensors(trainer: Any) -> list[torch.Tensor]:
+    """Parameters and buffers. DistributedDataParallel's own `buffers` is something else."""
+    inner = [trainer_module.transient.unwrap(chunk) for chunk in trainer.model]
+    return [tensor for gpt in inner for tensor in (*gpt.parameters(), *gpt.buffers())]
+
+
+def copy_state(trainer: Any) -> dict[str, Any]:
+    """Everything that training depends on between iterations."""
+    return {
+        "tensors": [tensor.detach().clone() for tensor in _tensors(trainer)],
+        "inner": [
+            (
+                [p.detach().clone() for group in one.optimizer.param_groups for p in group["params"]],
+                copy.deepcopy(one.optimizer.state_dict()),
+                None if one.grad_scaler is None else copy.deepcopy(one.grad_scaler.state_dict()),
+            )
+            for one in trainer.optimizer.chained_optimizers
+        ],
+        "scheduler": trainer.scheduler.state_dict(),
+        "state": trainer.state.to_dict(),
+        "rng": rng.collect_rng_state(),
+    }
+
+
+def restore_state(trainer: Any, saved: dict[str, Any]) -> None:
+    """Put `copy_state`'s copy back."""
+    with torch.no_grad():
+        for tensor, value in zip(_tensors(trainer), saved["tensors"], strict=True):
+            tensor.copy_(value)
+        for one, (main, inner, scaler) in zip(
+            trainer.optimizer.chained_optimizers, saved["inner"], strict=True
+        ):
+            parameters = [p for group in one.optimizer.param_groups for p in group["params"]]
+            for parameter, value in zip(parameters, main, strict=True):
+                parameter.copy_(value)
+            one.optimizer.load_state_dict(copy.deepcopy(inner))
+            if scaler is not None:
+                one.grad_scaler.load_state_dict(copy.deepcopy(scaler))
+            if hasattr(one, "_copy_main_params_to_model_params"):
+                one._copy_main_params_to_model_params()
+    if trainer.args.use_distributed_optimizer:
+        for chunk in trainer.model:
+            chunk.start_param_sync(force_sync=True)
+    # Loading steps the schedule on from where it is.
+    trainer.scheduler.num_steps = 0
+    trainer.scheduler.load_state_dict(saved["scheduler"])
+    trainer.state = TrainState.from_dict(saved["state"])
+    rng.restore_rng_state(saved["rng"])
+
+
+def train_failing(flags: list[str], points: dict[int, str]) -> dict[str, Any]:
+    """Losses by iteration, the final parameters' hash, and the failures that happened."""
+    hooks = FailingHooks(points)
+    rank_programs.start(flags, hooks)
+    return {
+        "losses": hooks.by_iteration,
+        "hash": rank_programs.parameter_hash(hooks.trainer.model),
+        "happened": hooks.happened,
+        "left": hooks.points,
+        "state": hooks.trainer.state.to_dict(),
+    }
