@@ -164,6 +164,8 @@ class ReplicaServer:
             ):
                 await channel.send(Answer(wants_bytes=False))
                 return
+            if held is not None:
+                held.iteration = None  # Other bytes of the iteration: `find` must not meet them.
             await channel.send(Answer(wants_bytes=True))
             replica = self._shelf.open_buffer(offer.slot, offer.num_bytes)
             await channel.receive_bytes(replica.view)
