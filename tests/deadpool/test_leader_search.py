@@ -80,7 +80,7 @@ class Guardian:
 
     def key(self) -> Hashable:
         plan = self.plan.epoch if self.plan else 0
-        return tuple(getattr(self, n) for n in Guardian.__slots__ if n != "plan") + (plan,)
+        return plan, *(getattr(self, n) for n in Guardian.__slots__ if n != "plan")
 
     # The shelf of replicas, as `ReplicaShelf`
 
