@@ -10,13 +10,13 @@ import os
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_process import rank_main
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PRELOADED = ["torch", "megatron.core", "megatron.training.pretrain"]
@@ -86,7 +86,7 @@ def _run(
         reader, writer = context.Pipe(duplex=False)
         own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         process = context.Process(
-            target=_rank_main, args=(writer, str(folder / f"{rank}.log"), own, target, args)
+            target=rank_main, args=(writer, str(folder / f"{rank}.log"), own, target, args)
         )
         process.start()
         writer.close()
@@ -129,30 +129,6 @@ def _collect(readers: list[Connection], deadline: float) -> dict[int, tuple[bool
             if not results[rank][0]:
                 deadline = min(deadline, time.monotonic() + 3)
     return results
-
-
-def _rank_main(
-    writer: Connection,
-    log_path: str,
-    env: dict[str, str],
-    target: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
-    descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.environ.update(env)
-    try:
-        outcome = (True, target(*args))
-    except BaseException as error:
-        traceback.print_exc()
-        outcome = (False, f"{type(error).__name__}: {error}")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    writer.send(outcome)
-    writer.close()
-    # Threads of process groups may wait for peers that are gone.
-    os._exit(0 if outcome[0] else 1)
 
 
 def _free_port() -> int:
