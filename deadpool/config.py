@@ -129,10 +129,15 @@ def config_from_args(args: argparse.Namespace) -> DeadpoolConfig:
     """Raises ConfigError where a value does not fit."""
     for name in ("start", "recovery", "build", "commit"):
         value = getattr(args, f"deadpool_{name}_timeout")
-        if value <= 0:
+        if not value > 0:  # NaN is not either.
             raise ConfigError(
                 f"--deadpool-{name}-timeout {value}: give a number of seconds above 0"
             )
+    if not args.deadpool_error_grace >= 0:
+        raise ConfigError(
+            f"--deadpool-error-grace {args.deadpool_error_grace}: give a number of seconds, at "
+            "least 0"
+        )
     if args.deadpool_build_timeout > args.deadpool_recovery_timeout:
         raise ConfigError(
             f"--deadpool-build-timeout {args.deadpool_build_timeout} is longer than the recovery "
@@ -186,6 +191,9 @@ def check_launch(
         args.context_parallel_size,
         args.pipeline_model_parallel_size,
     )
+    for name, size in (("tensor-model", tensor), ("context", context), ("pipeline-model", pipeline)):
+        if size < 1:
+            raise ConfigError(f"--{name}-parallel-size {size}: give at least 1")
     model_ranks = tensor * context * pipeline
     if world_size % model_ranks != 0:
         raise ConfigError(
