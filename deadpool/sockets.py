@@ -25,6 +25,8 @@ def tcp_connections() -> Iterator[tuple[int, socket.socket]]:
         with handle:
             if handle.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
+            if handle.type != socket.SOCK_STREAM:
+                continue
             if handle.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 continue
             yield os.fstat(handle.fileno()).st_ino, handle
