@@ -191,7 +191,11 @@ def check_launch(
         args.context_parallel_size,
         args.pipeline_model_parallel_size,
     )
-    for name, size in (("tensor-model", tensor), ("context", context), ("pipeline-model", pipeline)):
+    for name, size in (
+        ("tensor-model", tensor),
+        ("context", context),
+        ("pipeline-model", pipeline),
+    ):
         if size < 1:
             raise ConfigError(f"--{name}-parallel-size {size}: give at least 1")
     model_ranks = tensor * context * pipeline
