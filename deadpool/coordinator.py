@@ -93,7 +93,7 @@ class Coordinator:
         member_id: MemberId | None = None
         try:
             hello = await asyncio.wait_for(read_message(reader), _HELLO_TIMEOUT_S)
-            if not isinstance(hello, m.Hello) or not hmac.compare_digest(hello.token, self._token):
+            if not isinstance(hello, m.Hello) or not self._is_ours(hello.token):
                 raise WireError("not a guardian of this job")
             member_id = self._admit(hello, writer)
             while True:
@@ -112,6 +112,10 @@ class Coordinator:
             if member_id is not None:
                 self._writers.pop(member_id, None)
             writer.close()
+
+    def _is_ours(self, token: str) -> bool:
+        # As bytes: compare_digest refuses text beyond ASCII.
+        return hmac.compare_digest(token.encode(), self._token.encode())
 
     def _admit(self, hello: m.Hello, writer: asyncio.StreamWriter) -> MemberId:
         member_id = MemberId(self._next_member)
