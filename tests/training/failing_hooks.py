@@ -41,6 +41,7 @@ class FailingHooks(rank_programs.Recording):
         self.points = dict(points)
         self.happened: list[str] = []
         self.by_iteration: dict[int, float] = {}
+        self.fresh: dict[str, Any] | None = None
 
     def fail_at(self, point: str) -> None:
         """Raise if the iteration under way (or just done) is to fail here."""
@@ -71,6 +72,10 @@ class FailingHooks(rank_programs.Recording):
         if not isinstance(error, InjectedError):
             return False
         trainer.discard_partial_iteration()
+        # Comparing losses is not enough: a handle left from the failed attempt delivers the right
+        # gradients here, as the attempt was the same and its peers were alive.
+        now, fresh = transient_state(trainer), self.fresh or {}
+        assert now == fresh, {k: (now[k], fresh[k]) for k in now if now[k] != fresh[k]}
         restore_state(trainer, self._copy)
         return True
 
@@ -82,11 +87,22 @@ class FailingHooks(rank_programs.Recording):
         trainer_module.finalize_model_grads = self._around(
             trainer_module.finalize_model_grads, "before-reduce", "after-reduce"
         )
+        trainer.model[0].zero_grad_buffer = self._noting_fresh(trainer.model[0].zero_grad_buffer)
         gpt = trainer_module.transient.unwrap(trainer.model[0])
         layer = gpt.decoder.layers[1]
         layer.register_forward_hook(lambda *_: self._inside_layer(trainer))
         weight = gpt.decoder.layers[2].self_attention.linear_qkv.weight
         weight.register_hook(lambda gradient: self._counted("inside-backward", 4))
+
+    def _noting_fresh(self, zero_grad_buffer: Callable[[], None]) -> Callable[[], None]:
+        """Note megatron-core's state when the first iteration begins."""
+
+        def noting() -> None:
+            if self.fresh is None:
+                self.fresh = transient_state(self.trainer)
+            zero_grad_buffer()
+
+        return noting
 
     def _inside_layer(self, trainer: Any) -> None:
         if trainer.model[0].training:
@@ -110,6 +126,38 @@ class FailingHooks(rank_programs.Recording):
             return result
 
         return failing
+
+
+def transient_state(trainer: Any) -> dict[str, Any]:
+    """Everything plain that megatron-core keeps in its objects, and whether gradients are zero."""
+    state: dict[str, Any] = {}
+    for index, chunk in enumerate(trainer.model):
+        state[f"chunk{index}"] = _plain(chunk)
+        state[f"chunk{index}/training"] = [module.training for module in chunk.modules()]
+        state[f"chunk{index}/pre-hooks"] = [len(m._forward_pre_hooks) for m in chunk.modules()]
+        for number, group in enumerate(chunk.bucket_groups + chunk.expert_parallel_bucket_groups):
+            state[f"chunk{index}/group{number}"] = _plain(group)
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            assert not buffer.grad_data.any()
+        for parameter in chunk.parameters():
+            assert parameter.grad is None
+            assert not parameter.grad_added_to_main_grad
+    state["config"] = _plain(trainer.config)
+    return state
+
+
+def _plain(instance: Any) -> dict[str, Any]:
+    """Attributes by value where they are plain, by whether they are set otherwise."""
+    changing = {"cached_grad_buffer_shard_list", "cached_param_buffer_shard_list", "timers"}
+    return {
+        name: value
+        if isinstance(value, (bool, int, float, str, type(None)))
+        else len(value)
+        if isinstance(value, (list, dict))
+        else True
+        for name, value in vars(instance).items()
+        if name not in changing
+    }
 
 
 def _tensors(trainer: Any) -> list[torch.Tensor]:

@@ -25,16 +25,21 @@ POINTS = [
     "after-optimizer",
     "before-scheduler",
     "after-scheduler",
-    "after-step",
     "inside-evaluation",
+    "after-step",
     "save",
 ]
-"""Iteration 2 fails at the first, iteration 3 at the second, and so on."""
-EVALUATED_EVERY = 9
-"""So that the iterations of both points in evaluation, 9 and 18, are evaluated."""
+SPACING = {"bf16-overlap": 2}
+"""Iterations from one failure to the next, if not 1. Overlap begins with the second iteration after
+a failure: only then are collectives under way in the backward pass."""
+EVALUATED_EVERY = 8
+"""The iteration of each of the two points in evaluation is divisible by this, for both spacings."""
 GRIDS = {
     "fp32": (2, ""),
-    "bf16-overlap": (2, "--bf16 --overlap-grad-reduce --overlap-param-gather"),
+    "bf16-overlap": (
+        2,
+        "--bf16 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000",
+    ),
     "fp16": (2, "--fp16 --initial-loss-scale 65536 --min-loss-scale 1"),
     "tp2": (2, "--tensor-model-parallel-size 2 --bf16"),
     "moe-ep2": (
@@ -55,6 +60,8 @@ def test_iterations_failing_at_every_point_equal_an_unfailed_run(
     grid: str, run_ranks: Any, tmp_path: Path
 ) -> None:
     world_size, extra = GRIDS[grid]
+    points = {(index + 1) * SPACING.get(grid, 1): point for index, point in enumerate(POINTS)}
+    last = max(points)
     microbatches = 4
     batch = 2 * microbatches * (1 if "tensor-model" in extra else world_size)
     flags = [
@@ -62,11 +69,10 @@ def test_iterations_failing_at_every_point_equal_an_unfailed_run(
         *("--mock-data", "--split", "90,10,0", "--data-cache-path", str(tmp_path / "cache")),
         *extra.split(),
         *("--global-batch-size", str(batch), "--num-layers", "3", "--log-interval", "4"),
-        *("--train-iters", str(len(POINTS) + 2), "--eval-iters", "1"),
+        *("--train-iters", str(last + 1), "--eval-iters", "1"),
         *("--eval-interval", str(EVALUATED_EVERY), "--seq-length", "32"),
     ]
-    points = {iteration + 2: point for iteration, point in enumerate(POINTS)}
-    save = ["--save", str(tmp_path / "ck"), "--save-interval", str(len(POINTS) + 1)]
+    save = ["--save", str(tmp_path / "ck"), "--save-interval", str(last)]
 
     whole = run_ranks(world_size, failing_hooks.train_failing, flags, {})
     failed = run_ranks(world_size, failing_hooks.train_failing, [*flags, *save], points)
