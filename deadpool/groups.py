@@ -11,9 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import itertools
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -23,11 +21,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from deadpool import blocked_work
+from deadpool.native import native_pointer, torch_function
 from deadpool.sockets import ConnectionSet
 
 logger = logging.getLogger(__name__)
 
 _RELEASE_RESOURCES = "_ZN4c10d12ProcessGroup17release_resourcesEv"
+
+_RELEASE_AFTER_S = 0.03
+"""How long a wait may outlast the cut that should have ended it."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -83,6 +86,10 @@ class GroupRegistry:
         self._store: dist.Store | None = None
         self._device: Any = None
         self._retired: list[threading.Thread] = []
+        self._left_through = 0
+        self._releasers: list[threading.Thread] = []
+        self._is_shut_down = threading.Event()
+        blocked_work.watch_waits()
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -251,7 +258,31 @@ class GroupRegistry:
             thread.start()
         for thread in threads:
             thread.join(timeout=10.0)
+        self._start_release(epoch)
         return num_cut + len(threads)
+
+    def leave(self, epoch: int) -> None:
+        """Main thread: it stands outside every operation of the epochs before `epoch`."""
+        self._left_through = epoch - 1
+
+    def _start_release(self, epoch: int) -> None:
+        self._releasers = [t for t in self._releasers if t.is_alive()]
+        thread = threading.Thread(
+            target=self._release_blocked, args=(epoch,), name="deadpool-release", daemon=True
+        )
+        thread.start()
+        self._releasers.append(thread)
+
+    def _release_blocked(self, epoch: int) -> None:
+        """Until the main thread has left: end the waits that the cut did not end."""
+        lasting: dict[int, int] = {}
+        while self._left_through < epoch and not self._is_shut_down.wait(_RELEASE_AFTER_S):
+            now = blocked_work.waits()
+            lasting = {t: work for t, work in now.items() if lasting.get(t) == work}
+            if lasting:
+                num_released = blocked_work.release(lasting)
+                logger.info("epoch %d: released %d blocked operations", epoch, num_released)
+            lasting = now
 
     def _destroy_in_background(self, backends: list[Any], store: Any, device: Any) -> None:
         """Drop what an earlier epoch used, off the critical path: the last reference joins gloo's
@@ -271,6 +302,9 @@ class GroupRegistry:
 
     def shutdown(self) -> None:
         """Release everything at the end of the job."""
+        self._is_shut_down.set()
+        for thread in self._releasers:
+            thread.join(10.0)
         self.join_retired()
         self.records.clear()
         self._store = self._device = None
@@ -302,54 +336,15 @@ def _fresh_type_value() -> int:
     return next(_type_counter)
 
 
-def _native_pointer(group: dist.ProcessGroup) -> int:
-    """Address of the C++ ProcessGroup behind a pybind11 object (simple layout: the value pointer
-    follows the PyObject header)."""
-    return ctypes.c_void_p.from_address(id(group) + object.__basicsize__).value or 0
-
-
-def _probe_release() -> Callable[[int], None] | None:
-    """`c10d::ProcessGroup::release_resources`, or None where it can't be called safely.
+def _release_resources(group: dist.ProcessGroup) -> bool:
+    """Drop the backends inside `group`. False where this torch offers no way: then the backends of
+    past epochs stay allocated.
 
     `_register_backend` keeps a backend type that is set (torch 2.13); releasing first lets the
-    real type be set again and drops the old backend. The symbol is version-dependent, and the
-    pointer is taken from pybind11's layout, so both are checked on a throw-away group: its rank
-    and size must stand next to each other behind the pointer.
+    real type be set again and drops the old backend.
     """
-    library_path = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
-    try:
-        release = getattr(ctypes.CDLL(library_path), _RELEASE_RESOURCES)
-    except (OSError, AttributeError):
-        return None
-    release.argtypes = [ctypes.c_void_p]
-    release.restype = None
-    rank, size = 0x1234567, 0x2345678
-    group = dist.ProcessGroup(dist.HashStore(), rank, size)
-    pointer = _native_pointer(group)
-    if pointer == 0:
-        return None
-    words = list((ctypes.c_uint32 * 16).from_address(pointer))
-    if (rank, size) not in itertools.pairwise(words):
-        return None
-    return release
-
-
-_release: Callable[[int], None] | None = None
-_release_probed = False
-
-
-def _release_resources(group: dist.ProcessGroup) -> bool:
-    """Drop the backends inside `group`. False where this torch offers no way."""
-    global _release, _release_probed
-    if not _release_probed:
-        _release, _release_probed = _probe_release(), True
-        if _release is None:
-            logger.warning(
-                "torch %s has no usable ProcessGroup::release_resources: backends of past epochs "
-                "stay allocated",
-                torch.__version__,
-            )
-    if _release is None:
+    release = torch_function(_RELEASE_RESOURCES, ctypes.c_void_p)
+    if release is None:
         return False
-    _release(_native_pointer(group))
+    release(native_pointer(group))
     return True

@@ -113,6 +113,7 @@ def acknowledge(abort: m.Abort) -> None:
     """Enter the announced epoch: this process stands outside every collective."""
     state = _attached()
     state.link.epoch = abort.epoch
+    state.registry.leave(abort.epoch)
     state.store = None
     if abort.opens_store:
         state.store = dist.TCPStore(state.host, 0, is_master=True, wait_for_workers=False)
