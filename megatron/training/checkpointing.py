@@ -258,9 +258,7 @@ def _read(
     strategy = get_default_load_sharded_strategy(str(path))
     if args.ckpt_fully_parallel_load:
         strategy = FullyParallelLoadStrategyWrapper(strategy, metadata["dp_cp_group"])
-    return dist_checkpointing.load(
-        wanted, str(path), strategy, strict=args.dist_ckpt_strictness
-    )
+    return dist_checkpointing.load(wanted, str(path), strategy, strict=args.dist_ckpt_strictness)
 
 
 def _load_weights(trainer: Trainer, loaded: dict[str, Any]) -> None:

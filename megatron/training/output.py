@@ -23,9 +23,10 @@ def print_rank_0(message: str) -> None:
 
 def print_rank_last(message: str) -> None:
     """Print on the last rank alone: where the loss is known, also with a pipeline."""
-    if not torch.distributed.is_initialized():
-        print(message, flush=True)
-    elif global_rank() == torch.distributed.get_world_size() - 1:
+    if (
+        not torch.distributed.is_initialized()
+        or global_rank() == torch.distributed.get_world_size() - 1
+    ):
         print(message, flush=True)
 
 

@@ -80,9 +80,7 @@ def build_trainer(args: Namespace, hooks: TrainingHooks, tokenizer: Tokenizer) -
     collective is read on the way, and what they would have brought comes with `hooks.on_ready`.
     """
     initialize_core(args)
-    hooks.create_process_groups(
-        args, lambda **overrides: create_process_groups(args, **overrides)
-    )
+    hooks.create_process_groups(args, lambda **overrides: create_process_groups(args, **overrides))
     seed_everything(args)
     warm_up_fused_functions(args)
     print_datetime("after megatron is initialized")

@@ -82,4 +82,4 @@ class TrainState:
     def reset_interval(self) -> None:
         """Begin a new log interval. The names of the losses stay, as their order is the line's."""
         self.interval_advanced = self.interval_skipped = self.interval_nan = 0
-        self.interval_losses = {name: 0.0 for name in self.interval_losses}
+        self.interval_losses = dict.fromkeys(self.interval_losses, 0.0)

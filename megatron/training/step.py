@@ -64,9 +64,7 @@ class ForwardStep:
             loss_mask=batch.loss_mask,
         )
         if output.requires_grad and self.announcing:
-            output.register_hook(
-                lambda gradient: self._hooks.on_phase(Phase.BACKWARD, microbatch)
-            )
+            output.register_hook(lambda gradient: self._hooks.on_phase(Phase.BACKWARD, microbatch))
         return output, partial(self._loss, batch.loss_mask)
 
     def _announce(self, phase: Phase, microbatch: int) -> None:

@@ -100,12 +100,8 @@ class Trainer:
 
     def rebuild_data_iterators(self) -> None:
         """Open all data streams anew at the samples that `state` says come next."""
-        self.train_iterators = self._open(
-            self.datasets.train, self.state.consumed_train_samples
-        )
-        self.valid_iterators = self._open(
-            self.datasets.valid, self.state.consumed_valid_samples
-        )
+        self.train_iterators = self._open(self.datasets.train, self.state.consumed_train_samples)
+        self.valid_iterators = self._open(self.datasets.valid, self.state.consumed_valid_samples)
         self.test_iterators = self._open(self.datasets.test, 0)
 
     def _open(self, dataset: Any, consumed_samples: int) -> Any:
@@ -162,6 +158,9 @@ class Trainer:
         if not self.args.skip_train:
             self._begin()
         again = self.hooks.is_replacement()
+        if again:
+            # The rank that this one replaces has printed the line of the restored iteration.
+            self._printed_iteration = self.state.iteration
         while True:
             try:
                 left_early = self._train(again)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import rank_programs
 import torch
 
-from megatron.training import rng, trainer as trainer_module
+from megatron.training import rng
+from megatron.training import trainer as trainer_module
 from megatron.training.hooks import Phase
 from megatron.training.state import TrainState
 
@@ -25,7 +26,7 @@ class FailingHooks(rank_programs.Recording):
     message is under way and the process groups stay usable.
     """
 
-    PHASES = {
+    PHASES: ClassVar[dict[str, tuple[Phase, int | None]]] = {
         "data": (Phase.DATA, 0),
         "forward": (Phase.FORWARD, 1),
         "last-forward": (Phase.FORWARD, 3),
@@ -166,13 +167,17 @@ def _tensors(trainer: Any) -> list[torch.Tensor]:
     return [tensor for gpt in inner for tensor in (*gpt.parameters(), *gpt.buffers())]
 
 
+def _main_parameters(one: Any) -> list[torch.Tensor]:
+    return [p for group in one.optimizer.param_groups for p in group["params"]]
+
+
 def copy_state(trainer: Any) -> dict[str, Any]:
     """Everything that training depends on between iterations."""
     return {
         "tensors": [tensor.detach().clone() for tensor in _tensors(trainer)],
         "inner": [
             (
-                [p.detach().clone() for group in one.optimizer.param_groups for p in group["params"]],
+                [p.detach().clone() for p in _main_parameters(one)],
                 copy.deepcopy(one.optimizer.state_dict()),
                 None if one.grad_scaler is None else copy.deepcopy(one.grad_scaler.state_dict()),
             )
@@ -192,8 +197,7 @@ def restore_state(trainer: Any, saved: dict[str, Any]) -> None:
         for one, (main, inner, scaler) in zip(
             trainer.optimizer.chained_optimizers, saved["inner"], strict=True
         ):
-            parameters = [p for group in one.optimizer.param_groups for p in group["params"]]
-            for parameter, value in zip(parameters, main, strict=True):
+            for parameter, value in zip(_main_parameters(one), main, strict=True):
                 parameter.copy_(value)
             one.optimizer.load_state_dict(copy.deepcopy(inner))
             if scaler is not None:

@@ -90,3 +90,26 @@ def refusal(flags: list[str]) -> dict[str, Any]:
     except UsageError as error:
         return {"message": str(error), "groups": torch.distributed.is_initialized()}
     raise AssertionError("the flags were accepted")
+
+
+def blend_counts(flags: list[str]) -> list[int]:
+    """How many training samples come from each data set of the blend."""
+    hooks = Recording()
+    start(flags, hooks)
+    blended = hooks.trainer.datasets.train
+    picked = [int(blended.dataset_index[index]) for index in range(len(blended))]
+    return [picked.count(number) for number in range(len(blended.datasets))]
+
+
+def train_signalled(flags: list[str], iteration: int) -> int:
+    """The iteration the job left at, when rank 1 alone gets SIGTERM after `iteration`."""
+
+    class Signalled(Recording):
+        def after_step(self, trainer: Any, losses: dict[str, float]) -> None:
+            super().after_step(trainer, losses)
+            if trainer.state.iteration == iteration and trainer.args.rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    hooks = Signalled()
+    start(flags, hooks)
+    return hooks.trainer.state.iteration
