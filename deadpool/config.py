@@ -10,8 +10,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import json
 import os
+import socket
+import time
 from collections.abc import Sequence
+from typing import Any
 
 from deadpool.injection import Injection, parse_injection
 from deadpool.protocol.placement import Grid, choose_holders
@@ -229,6 +233,29 @@ def check_launch(
     return grid
 
 
+def checked_job(args: argparse.Namespace) -> tuple[DeadpoolConfig, Grid]:
+    """What `launch` and `lead` are asked for, checked as far as it goes without torch.
+
+    args: nodes, ranks_per_node, spare_nodes, script and its arguments. Raises ConfigError.
+    """
+    if not os.path.isfile(args.script):
+        raise ConfigError(f"{args.script}: no such script; give the path of pretrain_gpt.py")
+    if "--deadpool" not in args.arguments:
+        raise ConfigError(
+            f"the arguments of {args.script} lack --deadpool: add it, or start the script with "
+            "torchrun"
+        )
+    config, light = parse_config(args.arguments)
+    grid = check_launch(
+        light,
+        config,
+        num_nodes=args.nodes,
+        ranks_per_node=args.ranks_per_node,
+        num_spare_nodes=args.spare_nodes,
+    )
+    return config, grid
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnvironment:
     """What a launcher tells one rank process through its environment."""
@@ -252,20 +279,65 @@ class RankEnvironment:
 
     @classmethod
     def from_environ(cls) -> RankEnvironment:
-        """Raises ConfigError where this process was not started by a DEADPOOL launcher."""
-        try:
-            host, port = os.environ["DEADPOOL_LEADER"].rsplit(":", 1)
+        """From DEADPOOL's own launcher, or from Slurm's variables and the leader's job file.
+
+        Raises ConfigError where this process was started by neither.
+        """
+        environ = os.environ
+        if "DEADPOOL_LEADER" in environ:
             return cls(
-                leader=(host, int(port)),
-                token=os.environ["DEADPOOL_TOKEN"],
-                node=int(os.environ["DEADPOOL_NODE"]),
-                local_rank=int(os.environ["DEADPOOL_LOCAL_RANK"]),
-                world_size=int(os.environ["DEADPOOL_WORLD_SIZE"]),
-                host=os.environ["DEADPOOL_HOST"],
+                leader=_address(environ["DEADPOOL_LEADER"]),
+                token=environ["DEADPOOL_TOKEN"],
+                node=int(environ["DEADPOOL_NODE"]),
+                local_rank=int(environ["DEADPOOL_LOCAL_RANK"]),
+                world_size=int(environ["DEADPOOL_WORLD_SIZE"]),
+                host=environ["DEADPOOL_HOST"],
             )
-        except KeyError as error:
+        if "DEADPOOL_JOB_FILE" not in environ or "SLURM_NODEID" not in environ:
             raise ConfigError(
-                f"--deadpool needs its launcher ({error.args[0]} is not set): type `python -m "
-                "deadpool launch --nodes N --ranks-per-node R --spare-nodes S pretrain_gpt.py "
-                "--deadpool ...`"
-            ) from error
+                "--deadpool needs a launcher. On one machine: `python -m deadpool launch --nodes N "
+                "--ranks-per-node R --spare-nodes S pretrain_gpt.py --deadpool ...`. Under Slurm: "
+                "`python -m deadpool lead` in the batch script, and DEADPOOL_JOB_FILE set for it "
+                "and for srun"
+            )
+        job = _read_job_file(environ["DEADPOOL_JOB_FILE"])
+        leader = _address(job["leader"])
+        return cls(
+            leader=leader,
+            token=job["token"],
+            node=int(environ["SLURM_NODEID"]),
+            local_rank=int(environ["SLURM_LOCALID"]),
+            world_size=int(job["world_size"]),
+            host=environ.get("DEADPOOL_HOST") or _address_towards(leader),
+        )
+
+
+_JOB_FILE_TIMEOUT_S = 300.0
+"""The leader checks the flags first, which imports torch from a file system under load."""
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, port = text.rsplit(":", 1)
+    return host, int(port)
+
+
+def _read_job_file(path: str) -> dict[str, Any]:
+    """Wait for the leader's file. Raises ConfigError when it does not come."""
+    deadline = time.monotonic() + _JOB_FILE_TIMEOUT_S
+    while time.monotonic() < deadline:
+        try:
+            with open(path) as file:
+                return json.load(file)
+        except FileNotFoundError:
+            time.sleep(0.1)
+    raise ConfigError(
+        f"{path} (DEADPOOL_JOB_FILE) did not appear within {_JOB_FILE_TIMEOUT_S:g} s: is "
+        "`python -m deadpool lead` running, and is the folder shared between the nodes?"
+    )
+
+
+def _address_towards(leader: tuple[str, int]) -> str:
+    """This host's own address on the way to the leader. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(leader)
+        return probe.getsockname()[0]

@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 _HELLO_TIMEOUT_S = 10.0
 
+EXIT_FENCED = 72
+"""Exit code of a guardian whose node counts as lost."""
+
 
 class Coordinator:
     """The leader of one job and its connections. Every method runs on one event loop.
@@ -46,7 +49,7 @@ class Coordinator:
         self._token = token
         self._fence = fence
         self._leader = Leader(grid=grid, num_spare_nodes=num_spare_nodes)
-        self._writers: dict[MemberId, asyncio.StreamWriter] = {}
+        self._guardians: dict[MemberId, tuple[Node, asyncio.StreamWriter]] = {}
         self._connections: set[asyncio.Task[None]] = set()
         self._next_member = 1
         self._ended: asyncio.Future[protocol.SendEnd] = asyncio.get_running_loop().create_future()
@@ -64,6 +67,11 @@ class Coordinator:
         end = await self._ended
         return end.exit_code, end.reason
 
+    async def wait_disconnected(self, timeout_s: float) -> None:
+        """Until every guardian has gone, or the bound has passed."""
+        if self._connections:
+            await asyncio.wait(self._connections, timeout=timeout_s)
+
     async def close(self) -> None:
         self._server.close()
         for task in list(self._connections):
@@ -77,7 +85,7 @@ class Coordinator:
 
     def drain(self) -> None:
         """Ask every trainer to save and finish."""
-        for writer in self._writers.values():
+        for _, writer in self._guardians.values():
             write_message(writer, m.Drain())
 
     def end(self, exit_code: int, reason: str) -> None:
@@ -110,7 +118,7 @@ class Coordinator:
         finally:
             self._connections.discard(task)
             if member_id is not None:
-                self._writers.pop(member_id, None)
+                self._guardians.pop(member_id, None)
             writer.close()
 
     def _is_ours(self, token: str) -> bool:
@@ -120,7 +128,7 @@ class Coordinator:
     def _admit(self, hello: m.Hello, writer: asyncio.StreamWriter) -> MemberId:
         member_id = MemberId(self._next_member)
         self._next_member += 1
-        self._writers[member_id] = writer
+        self._guardians[member_id] = (Node(hello.node), writer)
         write_message(writer, m.Welcome(member=member_id))
         member = Member(
             member=member_id,
@@ -209,16 +217,23 @@ class Coordinator:
                     if self._leader.is_over and not self._ended.done():
                         self._ended.set_result(action)
                 case protocol.Fence():
+                    self._dismiss(action.node)
                     self._fence(action.node)
                 case protocol.SetDeadline():
                     self._set_deadline(action.epoch, action.phase, self._bound_of(action.epoch))
                 case protocol.EnterPhase():
                     self._enter(action.epoch, action.phase)
 
+    def _dismiss(self, node: Node) -> None:
+        """Guardians of a lost node that still listen are told to end."""
+        for member, (where, writer) in self._guardians.items():
+            if where == node:
+                logger.debug("member %d of node %d is dismissed", member, node)
+                write_message(writer, m.End(exit_code=EXIT_FENCED, reason="the node was lost"))
+
     def _send(self, member: MemberId, message: m.Message) -> None:
-        writer = self._writers.get(member)
-        if writer is not None:
-            write_message(writer, message)
+        if member in self._guardians:
+            write_message(self._guardians[member][1], message)
 
     def _bound_of(self, epoch: Epoch) -> float:
         if self._leader.committed is None:

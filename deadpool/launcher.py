@@ -19,8 +19,7 @@ from deadpool.config import (
     ConfigError,
     DeadpoolConfig,
     RankEnvironment,
-    check_launch,
-    parse_config,
+    checked_job,
 )
 from deadpool.coordinator import Coordinator
 from deadpool.forkserver import ForkServer
@@ -56,7 +55,7 @@ def add_launch_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
 def run_launch(args: argparse.Namespace) -> int:
     """Returns the exit code of the job; 2 for input that does not fit."""
     try:
-        config, grid = _checked(args)
+        config, grid = checked_job(args)
     except ConfigError as error:
         print(f"deadpool: {error}", file=sys.stderr)
         return 2
@@ -75,25 +74,6 @@ async def _run(
     args: argparse.Namespace, config: DeadpoolConfig, grid: Grid, fork_server: ForkServer
 ) -> int:
     return await _Launch(args, config, grid, fork_server).run()
-
-
-def _checked(args: argparse.Namespace) -> tuple[DeadpoolConfig, Grid]:
-    if not os.path.isfile(args.script):
-        raise ConfigError(f"{args.script}: no such script; give the path of pretrain_gpt.py")
-    if "--deadpool" not in args.arguments:
-        raise ConfigError(
-            f"the arguments of {args.script} lack --deadpool: add it, or start the script with "
-            "torchrun"
-        )
-    config, light = parse_config(args.arguments)
-    grid = check_launch(
-        light,
-        config,
-        num_nodes=args.nodes,
-        ranks_per_node=args.ranks_per_node,
-        num_spare_nodes=args.spare_nodes,
-    )
-    return config, grid
 
 
 class _Launch:

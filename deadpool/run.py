@@ -38,6 +38,7 @@ def main(argv: Sequence[str], *, train: Train, check: Callable[[Sequence[str]], 
     except ConfigError as error:
         print(f"deadpool: {error}", file=sys.stderr)
         return 2
+    os.environ["WORLD_SIZE"] = str(environment.world_size)
 
     def trainer_main(sock: socket.socket, arena: Arena) -> int:
         # Imported here: the guardian runs without torch.
