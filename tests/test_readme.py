@@ -14,29 +14,43 @@ import pytest
 
 from deadpool.config import add_arguments, check_launch, parse_config
 from deadpool.launcher import add_launch_parser
+from deadpool.lead import add_lead_parser
 from megatron.training.arguments import parse_args, validate_args
 from tools import preprocess_data
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SCRIPTS = sorted((ROOT / "examples").glob("*.sh"))
-OTHERS_FLAGS = {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--help"}
+OTHERS_FLAGS = {
+    *("--nodes", "--ntasks-per-node", "--gpus-per-node", "--help"),
+    *("--no-kill", "--kill-on-bad-exit", "--wait"),
+}
 """Of Slurm's commands, and of any command."""
 
 
 def build_deadpool_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
-    add_launch_parser(parser.add_subparsers())
+    subparsers = parser.add_subparsers()
+    add_launch_parser(subparsers)
+    add_lead_parser(subparsers)
     return parser
 
 
 def commands(text: str) -> list[list[str]]:
     """The words of each shell command: lines joined at backslashes, without comments. Variables
-    stay as they are written, but a default `${NAME:-value}` is taken."""
+    stay as they are written, but a default `${NAME:-value}` is taken and `$JOB` is filled in."""
     text = re.sub(r"\\\n\s*", " ", text)
     text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
     lines = (line.strip() for line in text.splitlines())
-    return [shlex.split(line) for line in lines if line and not line.startswith("#")]
+    found, job = [], ""
+    for line in lines:
+        if not line or line.startswith("#"):
+            continue
+        if line.startswith("JOB="):
+            job = shlex.split(line)[0].removeprefix("JOB=")
+        else:
+            found.append(shlex.split(line.replace("$JOB", job).rstrip("& ")))
+    return found
 
 
 def all_commands() -> list[tuple[str, list[str]]]:
@@ -68,7 +82,7 @@ def test_command_parses_and_its_flags_fit(
         preprocess_data.build_parser().parse_args(flags)
     world_size = 0
     launch = after(words, "deadpool")
-    if launch and launch[0] == "launch":
+    if launch and launch[0] in ("launch", "lead"):
         launched = build_deadpool_parser().parse_args(launch)
         config, light = parse_config(launched.arguments)
         grid = check_launch(
@@ -87,6 +101,8 @@ def test_command_parses_and_its_flags_fit(
         assert parsed.training_script.endswith("pretrain_gpt.py")
         world_size = int(parsed.nnodes.partition(":")[0]) * int(parsed.nproc_per_node)
     flags = after(words, "pretrain_gpt.py")
+    if flags is not None and words[0] == "srun" and torchrun is None:
+        return  # The tasks of the job that the command before it leads, with the same words.
     if flags is not None:
         assert world_size
         args = parse_args(flags, add_arguments)
