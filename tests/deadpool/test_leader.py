@@ -247,6 +247,16 @@ def test_commit_three_of_four_staged_is_not_announced() -> None:
     assert committed.iteration == 1 and committed.members == tuple(job.in_slots())
 
 
+def test_commit_of_the_first_snapshot_waits_for_every_slot() -> None:
+    job = Job(grid(), 1)
+    for number in job.in_slots():
+        job.aborted(number)
+    *others, last = job.in_slots()
+    for number in others:
+        assert job.stage(number, 0) == [] and job.leader.committed is None
+    assert len(only(job.stage(last, 0), SendCommitted)) == 1
+
+
 def test_commit_slots_apart_announces_the_least() -> None:
     job = training_job()
     first, *others = job.in_slots()

@@ -294,7 +294,8 @@ def test_second_offer_waits_for_the_first_ones_connection_to_end() -> None:
             while len(host.server._tasks) < 2:
                 await asyncio.sleep(0)
             await old.send_bytes(memoryview(PAYLOAD)[:1000])
-            assert not again.done()
+            # Long enough for it to end if it did not wait; it cannot end before the old one.
+            assert await asyncio.wait({again}, timeout=0.2) == (set(), {again})
             old.close()
             assert await again == len(PAYLOAD)
             assert await pull(host, 7) == PAYLOAD
