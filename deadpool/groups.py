@@ -191,12 +191,13 @@ class GroupRegistry:
                 raise job.error
             assert self._connections is not None and job.store is not None
             self._connections.freeze(except_port=job.store.port)
-        retired = [record.backend for record in self.records], self._store, self._device
+        retired = [record.backend for record in self.records if record.backend is not None]
+        kept_until_then = [self._store, self._device]
         for record, backend in zip(self.records, job.backends, strict=True):
             record.backend = backend
             _install(record)
         self._store, self._device = job.store, job.device
-        self._destroy_in_background(*retired)
+        self._destroy_in_background(retired, kept_until_then)
 
     def _build_all(
         self, job: _Build, connect_store: Callable[[], dist.TCPStore], hostname: str
@@ -284,14 +285,29 @@ class GroupRegistry:
                 logger.info("epoch %d: released %d blocked operations", epoch, num_released)
             lasting = now
 
-    def _destroy_in_background(self, backends: list[Any], store: Any, device: Any) -> None:
-        """Drop what an earlier epoch used, off the critical path: the last reference joins gloo's
-        threads (0.1 to 0.3 s for all). A store outlives the backends that used it."""
+    def _destroy_in_background(self, backends: list[Any], kept_until_then: list[Any]) -> None:
+        """Drop an earlier epoch's backends, and then what they used. Empties both lists.
+
+        A backend's destructor joins its threads: milliseconds, but the group's timeout where one
+        of them waits for a send that gloo forgot. It must not run where the interpreter lock is
+        held, or everything here would stand still. So the last references are put into a group
+        that nobody else holds, and that one is released by a foreign call.
+        """
         self._retired = [thread for thread in self._retired if thread.is_alive()]
-        if store is None:
+        if not backends:
             return
-        kept = [backends, store, device]
-        thread = threading.Thread(target=kept.clear, name="deadpool-retire", daemon=True)
+        grave = dist.ProcessGroup(dist.HashStore(), 0, 1)
+        for number, backend in enumerate(backends):
+            backend_type = dist.ProcessGroup.BackendType(_FIRST_FRESH_TYPE + number)
+            grave._register_backend(torch.device("cpu"), backend_type, backend)
+        del backend
+        backends.clear()
+
+        def destroy() -> None:
+            if _release_resources(grave):
+                kept_until_then.clear()
+
+        thread = threading.Thread(target=destroy, name="deadpool-retire", daemon=True)
         thread.start()
         self._retired.append(thread)
 
@@ -329,7 +345,10 @@ def _install(record: GroupRecord) -> None:
     c10d._world.pg_coalesce_state.pop(group, None)
 
 
-_type_counter = iter(range(100, 1 << 30))
+_FIRST_FRESH_TYPE = 100
+"""Backend types from here on are not torch's own."""
+
+_type_counter = iter(range(_FIRST_FRESH_TYPE, 1 << 30))
 
 
 def _fresh_type_value() -> int:
