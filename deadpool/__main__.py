@@ -11,13 +11,23 @@ from deadpool.launcher import add_launch_parser
 from deadpool.lead import add_lead_parser
 
 
+def _log_to_stderr() -> None:
+    """DEADPOOL's own warnings, under its name; other libraries keep theirs."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("[deadpool] %(levelname)s %(message)s"))
+    logger = logging.getLogger("deadpool")
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    logger.propagate = False
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m deadpool", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_launch_parser(commands)
     add_lead_parser(commands)
     args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.WARNING, format="[deadpool] %(levelname)s %(message)s")
+    _log_to_stderr()
     return args.run(args)
 
 

@@ -115,6 +115,9 @@ class Coordinator:
                 self._lose(member_id, "its guardian's connection ended")
         except asyncio.CancelledError:
             pass  # `close` ends this connection.
+        except Exception:  # The task's outermost frame: a bug of ours must not go on in silence.
+            logger.exception("the leader failed on a guardian's message")
+            self.end(1, "internal error of the leader")
         finally:
             self._connections.discard(task)
             if member_id is not None:
