@@ -233,6 +233,15 @@ def check_launch(
     return grid
 
 
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    """What both `launch` and `lead` are told; the script and its arguments come last."""
+    parser.add_argument("--nodes", type=int, required=True, help="all nodes, spares included")
+    parser.add_argument("--ranks-per-node", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--spare-nodes", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("script", help="pretrain_gpt.py")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+
+
 def checked_job(args: argparse.Namespace) -> tuple[DeadpoolConfig, Grid]:
     """What `launch` and `lead` are asked for, checked as far as it goes without torch.
 

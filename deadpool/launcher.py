@@ -19,6 +19,7 @@ from deadpool.config import (
     ConfigError,
     DeadpoolConfig,
     RankEnvironment,
+    add_job_arguments,
     checked_job,
 )
 from deadpool.coordinator import Coordinator
@@ -39,16 +40,12 @@ def add_launch_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
         description="Start virtual nodes on this machine and train on them. The script and its "
         "arguments come last.",
     )
-    parser.add_argument("--nodes", type=int, required=True, help="all nodes, spares included")
-    parser.add_argument("--ranks-per-node", type=int, default=1, help="default: %(default)s")
-    parser.add_argument("--spare-nodes", type=int, default=1, help="default: %(default)s")
     parser.add_argument(
         "--restart-lost-nodes",
         action="store_true",
         help="start a lost node anew; it comes back as a spare",
     )
-    parser.add_argument("script", help="pretrain_gpt.py")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    add_job_arguments(parser)
     parser.set_defaults(run=run_launch)
 
 

@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from deadpool.config import ConfigError, DeadpoolConfig, checked_job
+from deadpool.config import ConfigError, DeadpoolConfig, add_job_arguments, checked_job
 from deadpool.coordinator import Coordinator
 from deadpool.protocol.placement import Grid
 
@@ -31,9 +31,6 @@ def add_lead_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPars
         description="Lead a job whose tasks a cluster's launcher starts with the same script and "
         "arguments, and with DEADPOOL_JOB_FILE in their environment.",
     )
-    parser.add_argument("--nodes", type=int, required=True, help="all nodes, spares included")
-    parser.add_argument("--ranks-per-node", type=int, default=1, help="default: %(default)s")
-    parser.add_argument("--spare-nodes", type=int, default=1, help="default: %(default)s")
     parser.add_argument(
         "--job-file",
         default=os.environ.get("DEADPOOL_JOB_FILE"),
@@ -42,8 +39,7 @@ def add_lead_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPars
     parser.add_argument(
         "--host", help="address at which the tasks reach this host (default: its own name's)"
     )
-    parser.add_argument("script", help="pretrain_gpt.py")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    add_job_arguments(parser)
     parser.set_defaults(run=run_lead)
 
 
