@@ -59,6 +59,12 @@ def run_launch(args: argparse.Namespace) -> int:
     if config.log_dir is not None:
         os.makedirs(config.log_dir, exist_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    num_active = args.nodes - args.spare_nodes
+    print(
+        f"[deadpool] {num_active} nodes of {args.ranks_per_node} ranks train, {args.spare_nodes} "
+        "spare; importing torch and megatron-core",
+        flush=True,
+    )
     fork_server = ForkServer(args.script, args.arguments)
     set_process_name("dp-launcher")
     try:
