@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from deadpool.config import ConfigError, RankEnvironment
-from tests.deadpool.conftest import REPOSITORY, TRAINING_FLAGS, Job
+from tests.deadpool.job_process import REPOSITORY, TRAINING_FLAGS, Job
 
 FLAGS = "--pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping --bf16 --train-iters 6".split()
 LAUNCH = "--nodes 3 --ranks-per-node 2 --spare-nodes 1".split()
