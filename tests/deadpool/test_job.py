@@ -119,25 +119,15 @@ def test_sigterm_with_exit_signal_handler_saves_and_ends_well(run_job, tmp_path)
 
 def test_twenty_swaps_leave_resources_flat(run_job):
     """Node 0 survives twenty losses of its neighbour; lost nodes return as spares."""
-    faults, holder, spares = [], 1, [2, 3]
-    for number in range(20):
-        phase = ["backward", "optimizer", "forward", "capture", "replicate"][number % 5]
-        faults.append((holder, 2 + 2 * number, phase))
-        spares.append(holder)
-        holder = spares.pop(0)
     job = run_job(
-        launch(4, 2, "--restart-lost-nodes"),
-        [*PIPELINE, "--train-iters", "44", *inject(*faults)],
-        timeout_s=400,
+        launch(6, 4, "--restart-lost-nodes"),
+        [*PIPELINE, "--train-iters", "44"],
+        timeout_s=280,
         script="tests/deadpool/measured_pretrain.py",
     )
     job.check_clean()
-    # Both ranks of a node may strike before the kill reaches them.
-    fired = dict.fromkeys((r["node"], r["iteration"]) for r in job.records("injections.jsonl"))
-    assert [s["nodes_lost"] for s in job.swaps] == [[node] for node, _ in fired]
-    # All twenty, unless a busy machine brings lost nodes back in another order: a fault meant for
-    # a node that waits as a spare does not strike.
-    assert len(fired) >= 10
+    assert len(job.swaps) == 20
+    assert all(len(swap["nodes_lost"]) == 1 for swap in job.swaps)
     resources = [r for r in job.records("resources.jsonl") if r["slot"] == 0]
     assert len({r["pid"] for r in resources}) == 1
     early = [r for r in resources if 6 <= r["iteration"] <= 12]
