@@ -223,7 +223,7 @@ class Coordinator:
                     self._dismiss(action.node)
                     self._fence(action.node)
                 case protocol.SetDeadline():
-                    self._set_deadline(action.epoch, action.phase, self._bound_of(action.epoch))
+                    self._set_deadline(action.epoch, action.phase, self._bound())
                 case protocol.EnterPhase():
                     self._enter(action.epoch, action.phase)
 
@@ -238,7 +238,7 @@ class Coordinator:
         if member in self._guardians:
             write_message(self._guardians[member][1], message)
 
-    def _bound_of(self, epoch: Epoch) -> float:
+    def _bound(self) -> float:
         if self._leader.committed is None:
             return self._config.start_timeout_s
         return self._config.recovery_timeout_s

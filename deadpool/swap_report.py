@@ -10,9 +10,10 @@ from deadpool.protocol.types import Node, Phase, Plan
 
 STAGES = ("detect", "abort", "agree", "setup", "regroup", "restore", "verify", "first_step")
 """detect: death to announcement. abort: until every survivor stands outside its collectives.
-agree: until the plan is sent. setup: the spare builds its slot's model. regroup: process groups
-built. restore: state loaded and parameters gathered. verify: hashes compared. first_step: the
-next optimizer step done. Each is the slowest member's; setup and regroup overlap."""
+agree: news of plan and readiness, as far as no stage covers it. setup: the spare builds its slot's
+model. regroup: process groups built. restore: state loaded and parameters gathered. verify: hashes
+compared. first_step: the next optimizer step done. Each is the slowest member's; setup and regroup
+overlap."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
