@@ -1,526 +1,751 @@
-"""The leader: decides epochs. Events in, actions out; no clock, no socket, no thread.
+"""The leading part of a guardian: decides epochs, plans and the end.
 
-Whoever runs it feeds every event through `Leader.handle` and carries out what comes back, in
-order. Deadlines are events too: a `SetDeadline` action asks for `DeadlinePassed` after a while.
+Messages of followers in, actions out. What is done with each in each phase stands in `_TABLE`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from deadpool.protocol.placement import (
-    Grid,
-    choose_holders,
-    choose_restore_point,
-    choose_spare,
-    node_position,
+from deadpool.protocol import messages as m
+from deadpool.protocol.ballot import Ballot
+from deadpool.protocol.events import (
+    Action,
+    EnterPhase,
+    Exit,
+    HangUp,
+    Observe,
+    Probe,
+    RosterInstalled,
+    StopTrainer,
+    ToFollowers,
 )
+from deadpool.protocol.placement import Grid, assign_slots, choose_restore_point
 from deadpool.protocol.types import (
+    EXIT_DEADLINE,
+    EXIT_FAILED,
+    EXIT_FENCED,
+    EXIT_NO_CONSISTENT_STATE,
+    EXIT_SPARES_EXHAUSTED,
+    Bounds,
+    End,
     Epoch,
-    Holdings,
     Iteration,
     Member,
     MemberId,
     Node,
     Phase,
-    Plan,
+    Restart,
+    Roster,
+    RosterId,
     Slot,
+    succession,
 )
 
 MAX_FAILED_REGROUPS = 5
 """Attempts to build groups without a new loss, one after the other, before the job ends."""
 
-# Events
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What every guardian of a job is told alike."""
+
+    grid: Grid
+    num_spare_nodes: int
+    """Complete nodes beyond the grid at launch."""
+    bounds: Bounds
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
-    """A guardian said hello and its trainer is up."""
-
-    member: Member
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Lost:
-    """A guardian's connection ended, or its trainer died: its node is lost."""
-
-    member: MemberId
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Aborted:
-    """The member's trainer stands outside every collective."""
-
-    member: MemberId
-    epoch: Epoch
-    store_port: int
-    """Of a fresh rendezvous store in its trainer; 0 where none was asked for."""
-    holdings: Holdings
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
-    """The member's groups are built, its state restored and compared with its peers'."""
-
-    member: MemberId
-    epoch: Epoch
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RegroupFailed:
-    """Groups could not be built although no member is known to be lost."""
-
-    member: MemberId
-    epoch: Epoch
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Staged:
-    """The member's snapshot lies in its own memory and, verified, in its holder's."""
-
-    member: MemberId
-    epoch: Epoch
-    iteration: Iteration
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
-    """The member's trainer has nothing left to do."""
-
-    member: MemberId
-    epoch: Epoch
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
-    """The member's trainer raised an error that no membership change explains."""
-
-    member: MemberId
-    reason: str
-    exit_code: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class DeadlinePassed:
-    """The time that a `SetDeadline` gave is over."""
-
-    epoch: Epoch
-    phase: Phase
-
-
-Event = (
-    Joined | Lost | Aborted | Ready | RegroupFailed | Staged | Finished | Failed | DeadlinePassed
-)
-
-# Actions
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SendAbort:
-    """Tell `members` to leave their collectives for `epoch`. `store_member` opens a store."""
-
-    members: tuple[MemberId, ...]
-    epoch: Epoch
-    store_member: MemberId
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SendPlan:
-    members: tuple[MemberId, ...]
-    plan: Plan
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SendResume:
-    """Everybody is ready: train."""
-
-    members: tuple[MemberId, ...]
-    epoch: Epoch
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SendCommitted:
-    """`iteration` is staged on every slot."""
-
-    members: tuple[MemberId, ...]
-    epoch: Epoch
-    iteration: Iteration
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SendEnd:
-    """The job is over: end with `exit_code`. `reason` is empty when training completed."""
-
-    members: tuple[MemberId, ...]
-    exit_code: int
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Fence:
-    """The node is out of the job: make sure that nothing of it runs on."""
-
-    node: Node
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SetDeadline:
-    epoch: Epoch
-    phase: Phase
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class EnterPhase:
-    """For the log and the clock: the leader is in `phase` now."""
-
-    epoch: Epoch
-    phase: Phase
-
-
-Action = (
-    SendAbort | SendPlan | SendResume | SendCommitted | SendEnd | Fence | SetDeadline | EnterPhase
-)
+class StepDown:
+    """For the guardian around it: this leader is none any more, for want of a majority."""
 
 
 class Leader:
-    """Membership and recovery of one job.
+    """One leadership; it begins with `form`, `succeed` or `take_over_end`.
 
-    grid: the parallel sizes. num_spare_nodes: complete nodes beyond the grid at launch.
+    rosters: all that may be in force: their majorities are asked. members: those alive, oldest
+    first.
     """
 
-    def __init__(self, *, grid: Grid, num_spare_nodes: int) -> None:
-        self._grid = grid
-        self._holders = choose_holders(grid)
-        self._num_expected = grid.world_size + num_spare_nodes * grid.ranks_per_node
-        self.phase = Phase.FORMING
-        self.epoch = Epoch(0)
-        self.members: dict[MemberId, Member] = {}
-        self.slots: dict[Slot, MemberId] = {}
-        """Which member holds each slot; a slot of a lost node is absent until it is given anew."""
+    def __init__(
+        self,
+        settings: Settings,
+        me: Member,
+        *,
+        phase: Phase,
+        epoch: Epoch,
+        members: Iterable[Member],
+        rosters: Iterable[Roster] = (),
+    ) -> None:
+        self._settings = settings
+        self._grid = settings.grid
+        self._me = me
+        self.phase = phase
+        self.epoch = epoch
+        self.members: dict[MemberId, Member] = {member.member: member for member in members}
+        self.rosters: dict[RosterId, Roster] = {roster.id: roster for roster in rosters}
         self.nodes_lost: list[Node] = []
         """Lost since the job last trained, in the order of the news."""
         self.committed: Iteration | None = None
-        self.plan: Plan | None = None
-        self._state_of: set[Slot] = set()
-        """Slots whose member has had the state of some plan: survivors of it."""
-        self._aborted: dict[MemberId, Aborted] = {}
+        self.end: End | None = None
+        self._heard: dict[MemberId, int] = dict.fromkeys(self.members, 0)
+        """When each member was last heard, in ticks of this leadership."""
+        self._connected: set[MemberId] = set()
+        self._now = 0
+        self._entered = 0
+        """When the phase began."""
+        self._store = me.member
+        """Whose trainer opens the rendezvous store of the announced epoch."""
+        self._aborted: dict[MemberId, m.Aborted] = {}
+        self._promises = Ballot(())
+        self._roster: Roster | None = max(self.rosters.values(), key=lambda r: r.id, default=None)
+        """The newest proposed or known one."""
+        self._accepts: Ballot | None = None
+        """While a proposed roster is not in force."""
+        self._slot_of: dict[MemberId, Slot] = {}
+        if self._roster is not None:
+            self._slot_of = {member: Slot(s) for s, member in enumerate(self._roster.slots)}
+        self._has_trained = bool(self.rosters)
         self._ready: set[MemberId] = set()
         self._finished: set[MemberId] = set()
-        self._staged: dict[Slot, Iteration] = {}
-        self._committed_in_epoch: Iteration | None = None
+        self._stepped: set[MemberId] = set()
+        self._staged: dict[MemberId, Iteration] = {}
+        self._num_staged: dict[Iteration, int] = {}
         self._num_failed_regroups = 0
+        self._drains = False
+        self._noted: set[MemberId] = set()
 
-    # Queries
+    # How a leadership begins
 
-    @property
-    def spare_nodes(self) -> list[Node]:
-        """Nodes without slots, complete or not."""
-        return sorted(self._spares())
+    @classmethod
+    def form(cls, settings: Settings, me: Member) -> Leader:
+        """Of the launch: waits for everybody to join."""
+        return cls(settings, me, phase=Phase.FORMING, epoch=Epoch(0), members=())
 
-    def slot_of(self, member: MemberId) -> Slot | None:
-        return next((slot for slot, holder in self.slots.items() if holder == member), None)
+    @classmethod
+    def succeed(
+        cls,
+        settings: Settings,
+        me: Member,
+        *,
+        rosters: Sequence[Roster],
+        lost: Member | None,
+        promised: Epoch,
+    ) -> tuple[Leader, list[Action | StepDown]]:
+        """After `lost`, whose node counts as lost; None after a leadership of this same guardian
+        that reached no majority. promised: the newest epoch that any supporter has entered."""
+        newest = max(rosters, key=lambda r: r.id)
+        gone = [x.member for x in newest.members if lost is not None and x.node == lost.node]
+        alive = [x for x in newest.members if x.member not in gone]
+        leader = cls(
+            settings, me, phase=Phase.ABORTING, epoch=promised, members=alive, rosters=rosters
+        )
+        if lost is not None and any(member in leader._slot_of for member in gone):
+            leader.nodes_lost.append(lost.node)
+        return leader, leader._announce()
 
-    @property
-    def is_over(self) -> bool:
-        return self.phase in (Phase.COMPLETED, Phase.HALTED)
+    @classmethod
+    def take_over_end(
+        cls, settings: Settings, me: Member, *, end: End, members: Iterable[Member]
+    ) -> tuple[Leader, list[Action | StepDown]]:
+        """The leader was lost while it told the end: go on telling it."""
+        leader = cls(settings, me, phase=Phase.ENDING, epoch=end.epoch, members=members)
+        leader._connected = set(leader.members)
+        return leader, leader._finish(end)
 
     # Events
 
-    def handle(self, event: Event) -> list[Action]:
-        """Take one event, return what to do. AssertionError: a pair that cannot be."""
-        if self.is_over:
-            return self._late(event)
+    def handle(self, sender: MemberId, message: m.Upstream) -> list[Action | StepDown]:
+        """A follower's message. AssertionError: a pair that cannot be."""
         try:
-            handler = _TABLE[self.phase][type(event)]
+            handler = _TABLE[self.phase][type(message)]
         except KeyError:
             raise AssertionError(
-                f"{type(event).__name__} in phase {self.phase.value} of epoch {self.epoch}"
+                f"{type(message).__name__} in phase {self.phase.value} of epoch {self.epoch}"
             ) from None
-        return handler(self, event)
+        if sender in self.members:
+            self._heard[sender] = self._now
+            self._connected.add(sender)
+        elif not isinstance(message, m.Join | m.Support):
+            return []  # Of a member that is lost; its connection is being closed.
+        return handler(self, sender, message)
 
-    def end(self, exit_code: int, reason: str) -> list[Action]:
-        """The job is ended from outside."""
-        return [] if self.is_over else self._halt(reason, exit_code)
-
-    def forget_losses(self) -> None:
-        """The last swap is complete and reported; the next loss begins a new list."""
-        self.nodes_lost.clear()
-
-    def _late(self, event: Event) -> list[Action]:
-        """After the end: whoever still comes is sent home."""
-        if isinstance(event, Joined):
-            return [SendEnd(members=(event.member.member,), exit_code=0, reason="the job is over")]
-        return []
-
-    def _ignore(self, event: Event) -> list[Action]:
-        return []
-
-    def _join_forming(self, event: Joined) -> list[Action]:
-        self.members[event.member.member] = event.member
-        if len(self.members) < self._num_expected:
-            return []
-        nodes: dict[Node, list[Member]] = {}
-        for member in self.members.values():
-            nodes.setdefault(member.node, []).append(member)
-        for position, node in enumerate(sorted(nodes)[: self._grid.num_nodes]):
-            self._give_slots(position, nodes[node])
-        return self._announce()
-
-    def _join_running(self, event: Joined) -> list[Action]:
-        self.members[event.member.member] = event.member
-        return []
-
-    def _lost_forming(self, event: Lost) -> list[Action]:
-        member = self.members.pop(event.member, None)
-        where = f"node {member.node}" if member else "a node"
-        return self._halt(f"{where} was lost before the job had formed: {event.reason}", 1)
-
-    def _lost(self, event: Lost) -> list[Action]:
-        """The whole node goes with the member. Without slots: forgotten. With slots: an epoch."""
-        member = self.members.get(event.member)
+    def gone(self, sender: MemberId, reason: str) -> list[Action | StepDown]:
+        """A follower's connection ended."""
+        self._connected.discard(sender)
+        member = self.members.get(sender)
         if member is None:
             return []
-        node = member.node
-        gone = [m.member for m in self.members.values() if m.node == node]
-        for member_id in gone:
-            del self.members[member_id]
-        had_slots = [slot for slot, holder in self.slots.items() if holder in gone]
-        for slot in had_slots:
-            del self.slots[slot]
-            self._state_of.discard(slot)
-        fence: list[Action] = [Fence(node=node, reason=event.reason)]
-        if not had_slots:
-            return fence
-        self.nodes_lost.append(node)
-        if self.committed is None:
-            return fence + self._halt(
-                f"node {node} was lost before the first snapshot was complete: {event.reason}", 1
+        if self.phase is Phase.FORMING:
+            return self._halt(
+                f"node {member.node} was lost before the job had formed: {reason}", EXIT_FAILED
             )
-        return fence + self._fill_and_announce()
+        if self.phase is Phase.ENDING:
+            del self.members[sender]
+            return self._leave_when_noted()
+        return self._lose([member.node], reason)
 
-    def _fill_and_announce(self) -> list[Action]:
-        missing = {
-            node_position(self._grid, Slot(slot))
-            for slot in range(self._grid.world_size)
-            if Slot(slot) not in self.slots
-        }
-        for position in sorted(missing):
-            spares = self._spares()
-            node = choose_spare(spares, self._grid.ranks_per_node)
-            if node is None:
-                lost = ", ".join(str(n) for n in self.nodes_lost)
-                return self._halt(
-                    f"node {lost} was lost and no complete spare node is left; start the job "
-                    "again with more --spare-nodes",
-                    3,
+    def dead(self, member: MemberId) -> list[Action | StepDown]:
+        """A probe's answer."""
+        if member in self.members and member not in self._connected:
+            return self.gone(member, "its process is gone")
+        return []
+
+    def tick(self) -> list[Action | StepDown]:
+        self._now += 1
+        bounds = self._settings.bounds
+        everybody = tuple(self.members)
+        actions: list[Action | StepDown] = []
+        if everybody:
+            actions.append(ToFollowers(members=everybody, message=m.Heartbeat()))
+        in_phase = self._now - self._entered
+        if self.phase is Phase.ENDING:
+            return actions + (self._leave() if in_phase > bounds.leave else [])
+        silent = [x for x in everybody if self._now - self._heard[x] > bounds.silence]
+        if self.phase is Phase.FORMING:
+            if in_phase > bounds.start:
+                return actions + self._halt(
+                    f"only {len(everybody)} of {self._num_expected} guardians came in time",
+                    EXIT_DEADLINE,
                 )
-            self._give_slots(position, spares[node])
-        return self._announce()
+            return actions + (self.gone(silent[0], "no heartbeat") if silent else [])
+        if silent:
+            nodes = [self.members[member].node for member in silent]
+            return actions + self._lose(nodes, "no heartbeat")
+        if self.phase is Phase.ABORTING:
+            actions += [
+                Probe(member=member)
+                for member in self.members.values()
+                if member.member not in self._connected and member.member != self._me.member
+            ]
+            if in_phase > bounds.silence and not self._waiting_for():
+                return [*actions, StepDown()]  # All have answered and are no majority.
+        bound = bounds.recovery if self.committed is not None else bounds.start
+        if self.phase in (Phase.ABORTING, Phase.REGROUPING) and in_phase > bound:
+            return actions + self._too_late()
+        return actions
 
-    def _spares(self) -> dict[Node, list[Member]]:
-        busy = set(self.slots.values())
-        spares: dict[Node, list[Member]] = {}
-        for member in self.members.values():
-            if member.member not in busy:
-                spares.setdefault(member.node, []).append(member)
-        return spares
+    # Joining
 
-    def _give_slots(self, position: int, members: list[Member]) -> None:
-        first = position * self._grid.ranks_per_node
-        for offset, member in enumerate(sorted(members, key=lambda m: m.local_rank)):
-            self.slots[Slot(first + offset)] = member.member
+    @property
+    def _num_expected(self) -> int:
+        return self._grid.world_size + self._settings.num_spare_nodes * self._grid.ranks_per_node
 
-    def _announce(self) -> list[Action]:
-        """A new epoch: everybody with a slot stands still and says what it holds."""
+    def _join_forming(self, sender: MemberId, message: m.Join) -> list[Action | StepDown]:
+        self._admit(message.member)
+        actions: list[Action | StepDown] = [ToFollowers(members=(sender,), message=m.Welcome())]
+        if len(self.members) < self._num_expected:
+            return actions
+        ordered = sorted(self.members.values(), key=lambda x: (x.local_rank, x.node, x.member))
+        self.members = {member.member: member for member in ordered}
+        return actions + self._announce()
+
+    def _admit(self, member: Member) -> None:
+        self.members[member.member] = member
+        self._heard[member.member] = self._now
+        self._connected.add(member.member)
+
+    def _join_running(self, sender: MemberId, message: m.Join) -> list[Action | StepDown]:
+        member = message.member
+        twin = next(
+            (
+                x
+                for x in self.members.values()
+                if (x.node, x.local_rank) == (member.node, member.local_rank)
+            ),
+            None,
+        )
+        actions: list[Action | StepDown] = []
+        if twin is not None and twin.member != sender:
+            if twin.member in self._connected:
+                reason = f"node {member.node} is in the job and alive"
+                return [
+                    ToFollowers(members=(sender,), message=m.Fenced(reason=reason)),
+                    HangUp(members=(sender,)),
+                ]
+            actions += self._lose([twin.node], "it came back under the same name")
+        self._admit(member)
+        actions.append(ToFollowers(members=(sender,), message=m.Welcome()))
+        if self.phase is Phase.ABORTING:
+            actions.append(self._abort_message((sender,)))
+        elif self.phase is Phase.TRAINING:
+            actions += self._update_roster()
+        return actions
+
+    def _join_ending(self, sender: MemberId, message: m.Join) -> list[Action | StepDown]:
+        assert self.end is not None
+        self._admit(message.member)
+        return [ToFollowers(members=(sender,), message=m.Ended(end=self.end))]
+
+    # Losses
+
+    def _lose(self, nodes: Iterable[Node], reason: str) -> list[Action | StepDown]:
+        """Whole nodes go. Without slots: out of the next roster. With slots: a new epoch."""
+        nodes = sorted(set(nodes))
+        gone = tuple(x.member for x in self.members.values() if x.node in nodes)
+        fence: list[Action | StepDown] = [
+            ToFollowers(members=gone, message=m.Fenced(reason=reason)),
+            HangUp(members=gone),
+        ]
+        if self._me.node in nodes:
+            # The successor names the node; here is nobody left to lead from.
+            end = End(epoch=self.epoch, exit_code=EXIT_FENCED, reason=reason)
+            return [*fence, StopTrainer(end=end), Exit(exit_code=EXIT_FENCED, reason=reason)]
+        had_slots = False
+        for member in gone:
+            node = self.members.pop(member).node
+            self._connected.discard(member)
+            if member in self._slot_of:
+                had_slots = True
+                if node not in self.nodes_lost:
+                    self.nodes_lost.append(node)
+        if had_slots or (self.phase is Phase.ABORTING and self._store in gone):
+            if not self._has_trained and self.phase is Phase.REGROUPING:
+                return fence + self._halt(self._lost_too_early(reason), EXIT_FAILED)
+            return fence + self._announce()
+        if self.phase is Phase.ABORTING:
+            return fence + self._plan_when_all_answered()
+        if self.phase is Phase.TRAINING:
+            return fence + self._update_roster()
+        return fence
+
+    def _lost_too_early(self, reason: str) -> str:
+        nodes = ", ".join(map(str, self.nodes_lost))
+        return f"node {nodes} was lost before the first snapshot was complete: {reason}"
+
+    def _trainer_lost(self, sender: MemberId, message: m.TrainerLost) -> list[Action | StepDown]:
+        node = self.members[sender].node
+        if self.phase is Phase.FORMING:
+            return self._halt(
+                f"node {node} was lost before the job had formed: {message.reason}", EXIT_FAILED
+            )
+        return self._lose([node], message.reason)
+
+    def _waiting_for(self) -> list[MemberId]:
+        """Members that the phase cannot end without and that have not answered."""
+        if self.phase is Phase.ABORTING:
+            return [member for member in self.members if member not in self._aborted]
+        return [member for member in self._slot_of if member not in self._ready]
+
+    def _too_late(self) -> list[Action | StepDown]:
+        late = self._waiting_for()
+        if not late:
+            return [StepDown()]
+        slots = sorted(self._slot_of[x] for x in late if x in self._slot_of)
+        words = (
+            f"epoch {self.epoch} did not get past {self.phase.value} in time; no answer from slots "
+            f"{', '.join(map(str, slots))}"
+        )
+        if 2 * len(slots) > self._grid.world_size:
+            return self._halt(words, EXIT_DEADLINE)
+        return self._lose([self.members[x].node for x in late if x in self.members], words)
+
+    # Epochs
+
+    def _enter(self, phase: Phase, **more: Any) -> EnterPhase:
+        self.phase, self._entered = phase, self._now
+        return EnterPhase(epoch=self.epoch, phase=phase, nodes_lost=tuple(self.nodes_lost), **more)
+
+    def _announce(self) -> list[Action | StepDown]:
+        """A new epoch: everybody stands still and says what it holds."""
         self.epoch = Epoch(self.epoch + 1)
-        self.phase = Phase.ABORTING
         self._aborted.clear()
         self._ready.clear()
         self._finished.clear()
-        return [
-            EnterPhase(epoch=self.epoch, phase=self.phase),
-            SendAbort(
-                members=self._slot_members(),
-                epoch=self.epoch,
-                store_member=self.slots[self._store_slot()],
-            ),
-            SetDeadline(epoch=self.epoch, phase=self.phase),
-        ]
+        self._stepped.clear()
+        self._accepts = None
+        self._promises = Ballot(self.rosters.values())
+        slots = self._roster.slots if self._roster is not None else self._assign() or ()
+        self._store = next((x for x in slots if x in self.members), self._me.member)
+        for member in self.members:
+            self._heard[member] = self._now
+        return [self._enter(Phase.ABORTING), self._abort_message(tuple(self.members))]
 
-    def _store_slot(self) -> Slot:
-        """The lowest slot that has the state; in the first epoch, slot 0."""
-        return min(self._state_of, default=Slot(0))
+    def _abort_message(self, members: tuple[MemberId, ...]) -> ToFollowers:
+        message = m.Abort(epoch=self.epoch, store_member=self._store)
+        return ToFollowers(members=members, message=message)
 
-    def _slot_members(self) -> tuple[MemberId, ...]:
-        return tuple(self.slots[slot] for slot in sorted(self.slots))
+    def _assign(self) -> tuple[MemberId, ...] | None:
+        return assign_slots(
+            self._grid,
+            self.members.values(),
+            {x: ack.slot for x, ack in self._aborted.items() if ack.slot is not None},
+            {x for x, ack in self._aborted.items() if ack.has_state},
+        )
 
-    def _take_aborted(self, event: Aborted) -> list[Action]:
-        if event.epoch != self.epoch or event.member not in self.slots.values():
+    def _take_support(self, sender: MemberId, message: m.Support) -> list[Action | StepDown]:
+        if sender not in self.members:
+            reason = f"the job went on in epoch {self.epoch} without this node"
+            return [
+                ToFollowers(members=(sender,), message=m.Fenced(reason=reason)),
+                HangUp(members=(sender,)),
+            ]
+        if self.phase is not Phase.ABORTING:
+            return self._lose([message.member.node], "it lost its connection to the leader")
+        if message.promised >= self.epoch:
+            self.epoch = message.promised
+            return self._announce()
+        return [self._abort_message((sender,))]
+
+    def _support_ending(self, sender: MemberId, message: m.Support) -> list[Action | StepDown]:
+        assert self.end is not None
+        self._admit(message.member)
+        return [ToFollowers(members=(sender,), message=m.Ended(end=self.end))]
+
+    def _take_aborted(self, sender: MemberId, message: m.Aborted) -> list[Action | StepDown]:
+        if message.epoch != self.epoch:
             return []
-        self._aborted[event.member] = event
-        if len(self._aborted) < self._grid.world_size:
-            return []
-        return self._send_plan()
+        self._aborted[sender] = message
+        self._promises.add(sender)
+        return self._plan_when_all_answered()
 
-    def _send_plan(self) -> list[Action]:
+    def _plan_when_all_answered(self) -> list[Action | StepDown]:
+        if len(self._aborted.keys() & self.members.keys()) < len(self.members):
+            return []
+        unknown = self._unknown_roster()
+        if unknown is not None:
+            wanted = m.RosterWanted(epoch=self.epoch)
+            return [ToFollowers(members=(unknown,), message=wanted)]
+        return self._send_plan() if self._promises.is_passed else []
+
+    def _unknown_roster(self) -> MemberId | None:
+        """A member that has accepted a roster which this leader has not heard of."""
+        known = self._roster.id if self._roster is not None else RosterId(Epoch(0), 0)
+        for member, ack in self._aborted.items():
+            if ack.accepted is not None and ack.accepted > known and member in self.members:
+                return member
+        return None
+
+    def _take_roster(self, sender: MemberId, message: m.RosterIs) -> list[Action | StepDown]:
+        """It may be in force: its majority is asked too, in a new epoch."""
+        roster = message.roster
+        if message.epoch != self.epoch or roster.id in self.rosters:
+            return []
+        known = {x.member: x.node for r in self.rosters.values() for x in r.members}
+        lost = {node for member, node in known.items() if member not in self.members}
+        named = {x.member for x in roster.members}
+        dropped = [x.node for x in self.members.values() if x.member in known.keys() - named]
+        self.rosters[roster.id] = self._roster = roster
+        self._slot_of = {member: Slot(s) for s, member in enumerate(roster.slots)}
+        for member in roster.members:
+            if member.node not in lost:
+                self.members.setdefault(member.member, member)
+        fence = self._lose(dropped, "a newer roster is without it") if dropped else []
+        if self._me.node in dropped:
+            return fence
+        return [*fence, *self._announce()]
+
+    def _send_plan(self) -> list[Action | StepDown]:
+        acks = self._aborted
+        in_force = max((a.installed for a in acks.values() if a.installed), default=None)
+        commits = [ack.committed for ack in acks.values() if ack.committed is not None]
+        self.committed = max(commits, default=None)
+        slots = self._assign()
+        if slots is None:
+            lost = ", ".join(map(str, self.nodes_lost))
+            return self._halt(
+                f"node {lost} was lost and no complete spare node is left; start the job again "
+                "with more --spare-nodes",
+                EXIT_SPARES_EXHAUSTED,
+            )
         restore: Iteration | None = None
         sources: dict[Slot, MemberId] = {}
-        if self.committed is not None:
-            holdings = {member: ack.holdings for member, ack in self._aborted.items()}
-            point = choose_restore_point(sorted(self.slots.items()), holdings)
+        if any(ack.slot is not None for ack in acks.values()) and not any(
+            ack.has_state for ack in acks.values()
+        ):
+            return self._nothing_to_restore()
+        if any(ack.has_state for ack in acks.values()):
+            holdings = {member: acks[member].holdings for member in self.members}
+            point = choose_restore_point([(Slot(s), x) for s, x in enumerate(slots)], holdings)
             if point is None:
-                lost = ", ".join(str(n) for n in self.nodes_lost)
-                return self._halt(
-                    f"after the loss of node {lost} no iteration is left that every slot can be "
-                    "restored to from memory; resume from the last checkpoint with --load",
-                    4,
-                )
+                return self._nothing_to_restore()
             restore, sources = point
-        store_slot = self._store_slot()
-        store_port = self._aborted[self.slots[store_slot]].store_port
-        self.plan = Plan(
-            epoch=self.epoch,
-            slots=tuple(self.members[member] for member in self._slot_members()),
-            replaced=tuple(slot for slot in sorted(self.slots) if slot not in self._state_of),
-            restore=restore,
-            sources=tuple(sorted(sources.items())),
-            holders=self._holders,
-            store_slot=store_slot,
-            store_port=store_port,
+        base = self._roster
+        roster = Roster(
+            id=RosterId(self.epoch, 0),
+            members=succession(self._me, self.members.values()),
+            slots=slots,
         )
+        replaced = tuple(Slot(s) for s, member in enumerate(slots) if not acks[member].has_state)
+        restart = Restart(
+            restore=restore,
+            replaced=replaced,
+            sources=tuple(sorted(sources.items())),
+            store_slot=Slot(slots.index(self._store)),
+            store_port=acks[self._store].store_port,
+        )
+        self.rosters = {
+            id_: r for id_, r in self.rosters.items() if in_force is None or id_ >= in_force
+        }
+        self._accepts = Ballot([*self.rosters.values(), roster])
+        self._roster = roster
+        self._slot_of = {member: Slot(s) for s, member in enumerate(slots)}
         self._staged.clear()
-        self._committed_in_epoch = None
-        self.phase = Phase.REGROUPING
+        self._num_staged.clear()
+        spares = (
+            {self.members[slots[slot]].node for slot in replaced} if restore is not None else ()
+        )
         return [
-            EnterPhase(epoch=self.epoch, phase=self.phase),
-            SendPlan(members=self._slot_members(), plan=self.plan),
-            SetDeadline(epoch=self.epoch, phase=self.phase),
+            self._enter(Phase.REGROUPING, spares_used=tuple(sorted(spares)), restore=restore),
+            *self._propose(roster, base, restart),
         ]
 
-    def _take_ready(self, event: Ready) -> list[Action]:
-        if event.epoch != self.epoch:
+    def _nothing_to_restore(self) -> list[Action | StepDown]:
+        if self.committed is None:
+            return self._halt(self._lost_too_early("start the job again"), EXIT_FAILED)
+        lost = ", ".join(map(str, self.nodes_lost))
+        return self._halt(
+            f"after the loss of node {lost} no iteration is left that every slot can be restored "
+            "to from memory; resume from the last checkpoint with --load",
+            EXIT_NO_CONSISTENT_STATE,
+        )
+
+    def _propose(
+        self, roster: Roster, base: Roster | None, restart: Restart | None
+    ) -> list[Action | StepDown]:
+        """Differences to those who know the base, everything to the others."""
+        whole = m.Propose(
+            id=roster.id,
+            leader=self._me.member,
+            base=None,
+            added=roster.members,
+            removed=(),
+            slots=tuple((Slot(s), member) for s, member in enumerate(roster.slots)),
+            restart=restart,
+        )
+        if base is None:
+            everybody = tuple(x.member for x in roster.members)
+            return [ToFollowers(members=everybody, message=whole)]
+        old = {x.member for x in base.members}
+        new = {x.member for x in roster.members}
+        difference = dataclasses.replace(
+            whole,
+            base=base.id,
+            added=tuple(x for x in roster.members if x.member not in old),
+            removed=tuple(x.member for x in base.members if x.member not in new),
+            slots=tuple(
+                (Slot(s), member)
+                for s, member in enumerate(roster.slots)
+                if base.slots[s] != member
+            ),
+        )
+        knows = self._knowing(base)
+        groups = [
+            (difference, tuple(x.member for x in roster.members if x.member in knows)),
+            (whole, tuple(x.member for x in roster.members if x.member not in knows)),
+        ]
+        return [ToFollowers(members=who, message=message) for message, who in groups if who]
+
+    def _knowing(self, base: Roster) -> set[MemberId]:
+        if self.phase is Phase.REGROUPING:
+            return {x for x, ack in self._aborted.items() if ack.accepted == base.id}
+        return {x.member for x in base.members}
+
+    def _take_accepted(self, sender: MemberId, message: m.Accepted) -> list[Action | StepDown]:
+        if self._accepts is None or self._roster is None or message.roster != self._roster.id:
             return []
-        self._ready.add(event.member)
-        if len(self._ready) < self._grid.world_size:
+        self._accepts.add(sender)
+        if self.phase is Phase.REGROUPING:
+            return self._resume_when_ready()
+        if not self._accepts.is_passed:
             return []
-        self.phase = Phase.TRAINING
+        return [*self._install(), *self._update_roster()]
+
+    def _take_ready(self, sender: MemberId, message: m.Ready) -> list[Action | StepDown]:
+        if message.epoch != self.epoch or sender not in self._slot_of:
+            return []
+        self._ready.add(sender)
+        return [Observe(sender=sender, message=message), *self._resume_when_ready()]
+
+    def _resume_when_ready(self) -> list[Action | StepDown]:
+        assert self._accepts is not None and self._roster is not None
+        if len(self._ready) < self._grid.world_size or not self._accepts.is_passed:
+            return []
         self._num_failed_regroups = 0
-        self._state_of = set(self.slots)
+        self._has_trained = True
+        resume = ToFollowers(
+            members=tuple(x.member for x in self._roster.members),
+            message=m.Resume(epoch=self.epoch),
+        )
         return [
-            EnterPhase(epoch=self.epoch, phase=self.phase),
-            SendResume(members=self._slot_members(), epoch=self.epoch),
+            self._enter(Phase.TRAINING),
+            resume,
+            *self._drain_trainers(),
+            *self._install(tell=False),
+            *self._update_roster(),
         ]
 
-    def _regroup_failed(self, event: RegroupFailed) -> list[Action]:
-        if event.epoch != self.epoch:
+    def _install(self, *, tell: bool = True) -> list[Action | StepDown]:
+        assert self._roster is not None
+        self._accepts = None
+        self.rosters = {self._roster.id: self._roster}
+        members = self._roster.members
+        told = ToFollowers(
+            members=tuple(x.member for x in members), message=m.Install(roster=self._roster.id)
+        )
+        return [*([told] if tell else []), RosterInstalled(members=members)]
+
+    def _update_roster(self) -> list[Action | StepDown]:
+        """Spares have come or gone while all slots train: one change at a time."""
+        base = self._roster
+        assert base is not None
+        if self._accepts is not None or self.members.keys() == {x.member for x in base.members}:
+            return []
+        self._roster = Roster(
+            id=RosterId(self.epoch, base.id.version + 1),
+            members=succession(self._me, self.members.values()),
+            slots=base.slots,
+        )
+        self._accepts = Ballot([*self.rosters.values(), self._roster])
+        return self._propose(self._roster, base, None)
+
+    def _regroup_failed(
+        self, sender: MemberId, message: m.RegroupFailed
+    ) -> list[Action | StepDown]:
+        if message.epoch != self.epoch:
             return []
         self._num_failed_regroups += 1
         if self._num_failed_regroups > MAX_FAILED_REGROUPS:
             return self._halt(
                 f"process groups could not be rebuilt in {MAX_FAILED_REGROUPS} attempts although "
-                f"no node is lost: {event.reason}",
-                5,
+                f"no node is lost: {message.reason}",
+                EXIT_DEADLINE,
             )
         return self._announce()
 
-    def _take_staged(self, event: Staged) -> list[Action]:
-        slot = self.slot_of(event.member)
-        if event.epoch != self.epoch or slot is None:
-            return []
-        self._staged[slot] = max(event.iteration, self._staged.get(slot, event.iteration))
-        if len(self._staged) < self._grid.world_size:
-            return []
-        complete = min(self._staged.values())
-        if self._committed_in_epoch is not None and complete <= self._committed_in_epoch:
-            return []
-        self._committed_in_epoch = self.committed = complete
-        return [SendCommitted(members=self._slot_members(), epoch=self.epoch, iteration=complete)]
+    # Training
 
-    def _take_finished(self, event: Finished) -> list[Action]:
-        if event.epoch != self.epoch:
+    def _take_staged(self, sender: MemberId, message: m.Staged) -> list[Action | StepDown]:
+        """A slot stages iterations in order, so each is complete when all have named it."""
+        iteration = message.iteration
+        if message.epoch != self.epoch or sender not in self._slot_of:
             return []
-        self._finished.add(event.member)
+        if iteration <= self._staged.get(sender, -1):
+            return []
+        self._staged[sender] = iteration
+        count = self._num_staged[iteration] = self._num_staged.get(iteration, 0) + 1
+        if count < self._grid.world_size:
+            return []
+        del self._num_staged[iteration]
+        self.committed = iteration
+        assert self._roster is not None
+        committed = m.Committed(epoch=self.epoch, iteration=iteration)
+        return [ToFollowers(members=self._roster.slots, message=committed)]
+
+    def _take_first_step(self, sender: MemberId, message: m.FirstStep) -> list[Action | StepDown]:
+        if message.epoch != self.epoch:
+            return []
+        self._stepped.add(sender)
+        if len(self._stepped) == self._grid.world_size:
+            self.nodes_lost.clear()
+        return [Observe(sender=sender, message=message)]
+
+    def _drain(self, sender: MemberId, message: m.DrainWanted) -> list[Action | StepDown]:
+        self._drains = True
+        return self._drain_trainers() if self.phase is Phase.TRAINING else []
+
+    def _drain_trainers(self) -> list[Action | StepDown]:
+        if not self._drains:
+            return []
+        return [ToFollowers(members=tuple(self._slot_of), message=m.Drain())]
+
+    # The end
+
+    def _take_finished(self, sender: MemberId, message: m.Finished) -> list[Action | StepDown]:
+        if message.epoch != self.epoch:
+            return []
+        self._finished.add(sender)
         if len(self._finished) < self._grid.world_size:
             return []
-        self.phase = Phase.COMPLETED
-        return [
-            EnterPhase(epoch=self.epoch, phase=self.phase),
-            SendEnd(members=tuple(sorted(self.members)), exit_code=0, reason=""),
-        ]
+        return self._finish(End(epoch=self.epoch, exit_code=0, reason=""))
 
-    def _failed(self, event: Failed) -> list[Action]:
-        member = self.members.get(event.member)
-        if member is None:
+    def _failed(self, sender: MemberId, message: m.Failed) -> list[Action | StepDown]:
+        return self._halt(f"node {self.members[sender].node}: {message.reason}", message.exit_code)
+
+    def _end_wanted(self, sender: MemberId, message: m.EndWanted) -> list[Action | StepDown]:
+        return self._halt(message.reason, message.exit_code)
+
+    def _halt(self, reason: str, exit_code: int) -> list[Action | StepDown]:
+        return self._finish(End(epoch=self.epoch, exit_code=exit_code, reason=reason))
+
+    def _finish(self, end: End) -> list[Action | StepDown]:
+        """Told to all, noted by all, then all leave: were the leader lost in between, somebody
+        who knows is still there for those who do not."""
+        self.end = end
+        ended = ToFollowers(members=tuple(self.members), message=m.Ended(end=end))
+        return [self._enter(Phase.ENDING), ended]
+
+    def _end_noted(self, sender: MemberId, message: m.EndNoted) -> list[Action | StepDown]:
+        self._noted.add(sender)
+        return self._leave_when_noted()
+
+    def _leave_when_noted(self) -> list[Action | StepDown]:
+        if len(self._noted & self.members.keys()) < len(self.members):
             return []
-        return self._halt(f"node {member.node}: {event.reason}", event.exit_code)
+        return self._leave()
 
-    def _forming_late(self, event: DeadlinePassed) -> list[Action]:
-        return self._halt(
-            f"only {len(self.members)} of {self._num_expected} guardians came in time", 5
-        )
+    def _leave(self) -> list[Action | StepDown]:
+        return [ToFollowers(members=tuple(self.members), message=m.Leave())]
 
-    def _deadline(self, event: DeadlinePassed) -> list[Action]:
-        if (event.epoch, event.phase) != (self.epoch, self.phase):
-            return []
-        waiting = self._aborted if self.phase is Phase.ABORTING else self._ready
-        late = [slot for slot, member in sorted(self.slots.items()) if member not in waiting]
-        return self._halt(
-            f"epoch {self.epoch} did not get past {self.phase.value} in time; no answer from "
-            f"slots {', '.join(map(str, late))}",
-            5,
-        )
-
-    def _halt(self, reason: str, exit_code: int) -> list[Action]:
-        self.phase = Phase.HALTED
-        return [
-            EnterPhase(epoch=self.epoch, phase=self.phase),
-            SendEnd(members=tuple(sorted(self.members)), exit_code=exit_code, reason=reason),
-        ]
+    def _ignore(self, sender: MemberId, message: m.Upstream) -> list[Action | StepDown]:
+        """Of an epoch or a phase that has passed; or of no consequence."""
+        return []
 
 
-_Handler = Callable[[Leader, Any], list[Action]]
+_Handler = Callable[[Leader, MemberId, Any], list[Action | StepDown]]
+
+_NO_EFFECT = (
+    m.Accepted, m.Aborted, m.RosterIs, m.Ready, m.RegroupFailed, m.Staged, m.FirstStep,
+    m.Finished, m.EndNoted, m.Heartbeat,
+)  # fmt: skip
+_ALWAYS: dict[type, _Handler] = dict.fromkeys(_NO_EFFECT, Leader._ignore)
 
 _WHILE_RUNNING: dict[type, _Handler] = {
-    Joined: Leader._join_running,
-    Lost: Leader._lost,
-    Failed: Leader._failed,
-    # Of a phase or an epoch that has passed, unless a phase below says otherwise.
-    Staged: Leader._ignore,
-    Aborted: Leader._ignore,
-    Ready: Leader._ignore,
-    RegroupFailed: Leader._ignore,
-    Finished: Leader._ignore,
-    DeadlinePassed: Leader._ignore,
+    **_ALWAYS,
+    m.Join: Leader._join_running,
+    m.Support: Leader._take_support,
+    m.TrainerLost: Leader._trainer_lost,
+    m.Failed: Leader._failed,
+    m.EndWanted: Leader._end_wanted,
+    m.DrainWanted: Leader._drain,
 }
 
 _TABLE: dict[Phase, dict[type, _Handler]] = {
     Phase.FORMING: {
-        Joined: Leader._join_forming,
-        Lost: Leader._lost_forming,
-        Failed: Leader._failed,
-        DeadlinePassed: Leader._forming_late,
+        **_WHILE_RUNNING,
+        m.Join: Leader._join_forming,
     },
     Phase.ABORTING: {
         **_WHILE_RUNNING,
-        Aborted: Leader._take_aborted,
-        DeadlinePassed: Leader._deadline,
+        m.Aborted: Leader._take_aborted,
+        m.RosterIs: Leader._take_roster,
     },
     Phase.REGROUPING: {
         **_WHILE_RUNNING,
-        Ready: Leader._take_ready,
-        Staged: Leader._take_staged,
-        RegroupFailed: Leader._regroup_failed,
-        DeadlinePassed: Leader._deadline,
+        m.Accepted: Leader._take_accepted,
+        m.Ready: Leader._take_ready,
+        m.Staged: Leader._take_staged,
+        m.RegroupFailed: Leader._regroup_failed,
     },
     Phase.TRAINING: {
         **_WHILE_RUNNING,
-        Staged: Leader._take_staged,
-        Finished: Leader._take_finished,
+        m.Accepted: Leader._take_accepted,
+        m.Staged: Leader._take_staged,
+        m.FirstStep: Leader._take_first_step,
+        m.Finished: Leader._take_finished,
+    },
+    Phase.ENDING: {
+        **_ALWAYS,
+        m.Join: Leader._join_ending,
+        m.Support: Leader._support_ending,
+        m.TrainerLost: Leader._ignore,
+        m.Failed: Leader._ignore,
+        m.EndWanted: Leader._ignore,
+        m.DrainWanted: Leader._ignore,
+        m.EndNoted: Leader._end_noted,
     },
 }
-"""What is done with each event in each phase. COMPLETED and HALTED take none: see `_late`."""
+"""What is done with each message in each phase."""

@@ -1,9 +1,9 @@
-"""Who holds whose replica, and which spare takes which node's slots. Pure functions."""
+"""Who holds whose replica, who takes which slots, and what can be restored. Pure functions."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Set
 
 from deadpool.protocol.types import Holdings, Iteration, Member, MemberId, Node, Slot
 
@@ -28,7 +28,7 @@ class Grid:
     def num_nodes(self) -> int:
         return self.world_size // self.ranks_per_node
 
-    def data_parallel_ring(self, slot: Slot) -> list[Slot]:
+    def data_parallel_ring(self, slot: Slot) -> Iterator[Slot]:
         """The data-parallel peers of `slot`, starting with the one after it, without itself.
 
         Order of ranks: tensor innermost, then context, data, pipeline (or pipeline, data).
@@ -37,7 +37,8 @@ class Grid:
         stride = inner * (self.pipeline if self.pipeline_before_data else 1)
         position = (slot // stride) % self.data
         first = slot - position * stride
-        return [Slot(first + ((position + k) % self.data) * stride) for k in range(1, self.data)]
+        for k in range(1, self.data):
+            yield Slot(first + ((position + k) % self.data) * stride)
 
 
 def node_position(grid: Grid, slot: Slot) -> int:
@@ -68,14 +69,41 @@ def choose_holders(grid: Grid) -> tuple[Slot, ...]:
     return tuple(holders)
 
 
-def choose_spare(spares: Mapping[Node, Sequence[Member]], ranks_per_node: int) -> Node | None:
-    """The complete spare node that waits longest (lowest member ids), or None."""
-    complete = [
-        (min(member.member for member in members), node)
-        for node, members in spares.items()
-        if len(members) == ranks_per_node
-    ]
-    return min(complete)[1] if complete else None
+def assign_slots(
+    grid: Grid,
+    members: Iterable[Member],
+    bound: Mapping[MemberId, Slot],
+    trained: Set[MemberId],
+) -> tuple[MemberId, ...] | None:
+    """The member of each slot, indexed by slot; None where complete nodes are too few.
+
+    members: the live ones; spares that come first are taken first. bound: slots that trainers were
+    built for; such a trainer can take no other, and its whole node stays at its place. trained:
+    members with state, preferred where two nodes were built for one place.
+    """
+    nodes: dict[Node, list[Member]] = {}
+    for member in members:
+        nodes.setdefault(member.node, []).append(member)
+    places: dict[int, Node] = {}
+    free: list[Node] = []
+    for node, ranks in nodes.items():
+        if len(ranks) != grid.ranks_per_node:
+            continue
+        place = next(
+            (node_position(grid, bound[m.member]) for m in ranks if m.member in bound), None
+        )
+        if place is None:
+            free.append(node)
+        elif place not in places or any(m.member in trained for m in ranks):
+            places[place] = node
+    slots: list[MemberId] = []
+    waiting = iter(free)
+    for place in range(grid.num_nodes):
+        found = places.get(place) if place in places else next(waiting, None)
+        if found is None:
+            return None
+        slots += [m.member for m in sorted(nodes[found], key=lambda m: m.local_rank)]
+    return tuple(slots)
 
 
 def choose_restore_point(
@@ -89,17 +117,19 @@ def choose_restore_point(
     None when no iteration is complete.
     """
     slots = list(slots)
-    candidates = {i for h in holdings.values() for i in h.own}
-    candidates |= {i for h in holdings.values() for _, i in h.replicas}
+    kept_by: dict[tuple[Slot, Iteration], MemberId] = {}
+    for member in sorted(holdings, reverse=True):
+        kept_by.update(dict.fromkeys(holdings[member].replicas, member))
+    candidates = {i for h in holdings.values() for i in h.own} | {i for _, i in kept_by}
     for iteration in sorted(candidates, reverse=True):
         sources: dict[Slot, MemberId] = {}
         for slot, member in slots:
             if member in holdings and iteration in holdings[member].own:
                 continue
-            holders = [m for m, h in holdings.items() if (slot, iteration) in h.replicas]
-            if not holders:
+            source = kept_by.get((slot, iteration))
+            if source is None:
                 break
-            sources[slot] = min(holders)
+            sources[slot] = source
         else:
             return iteration, sources
     return None

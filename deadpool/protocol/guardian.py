@@ -1,0 +1,553 @@
+"""The core of one guardian: follows a leader, leads when its turn comes, keeps the ledger.
+
+`Guardian.handle` takes one event and returns the actions to carry out, in order. Messages of a
+guardian to itself (a leader follows itself) never leave the core.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from deadpool.protocol import events as e
+from deadpool.protocol import messages as m
+from deadpool.protocol.events import Action
+from deadpool.protocol.leader import Leader, Settings, StepDown
+from deadpool.protocol.placement import choose_holders
+from deadpool.protocol.snapshots import Kept, ShelfLedger
+from deadpool.protocol.types import (
+    EXIT_FENCED,
+    EXIT_MINORITY,
+    EXIT_NO_JOB,
+    End,
+    Epoch,
+    Holdings,
+    Iteration,
+    Member,
+    MemberId,
+    Plan,
+    Roster,
+    Slot,
+    Standing,
+)
+
+
+class Guardian:
+    """me: this guardian, as others know it. settings: alike for all guardians of the job."""
+
+    def __init__(self, settings: Settings, me: Member) -> None:
+        self._settings = settings
+        self._holders = choose_holders(settings.grid)
+        self.me = me
+        self.standing = Standing.JOINING
+        self.leader: Leader | None = None
+        """Its leading part, while it leads."""
+        self.upstream: Member | None = None
+        """Whom it follows, or supports."""
+        self.promised = Epoch(0)
+        """The epoch it has entered: nothing of an older one is taken."""
+        self.installed: Roster | None = None
+        self.accepted: list[Roster] = []
+        """Rosters after the installed one, oldest first: each may be in force."""
+        self.plan: Plan | None = None
+        self.slot: Slot | None = None
+        """What its trainer was built for."""
+        self.has_state = False
+        self.committed: Iteration | None = None
+        self.shelf = ShelfLedger()
+        self.end: End | None = None
+        self._has_answered = Epoch(0)
+        self._age = 0
+        """Ticks since the leader was heard, or since support was given."""
+        self._waited = 0
+        """Ticks of joining, or of seeking."""
+        self._lost: Member | None = None
+        """The leader whose loss made it seek."""
+        self._tried: set[MemberId] = set()
+        self._supporters: dict[MemberId, m.Support] = {}
+        self._failure: m.Failed | None = None
+        """Of the trainer, while there was nobody to tell."""
+        self._drains = False
+
+    # Events
+
+    def handle(self, event: e.Event) -> list[Action]:
+        """Take one event, return what to do."""
+        actions: list[Action] = []
+        pending: deque[e.Event] = deque([event])
+        while pending:
+            if self.standing is Standing.LEFT:
+                break
+            for action in self._dispatch(pending.popleft()):
+                rest, inner = self._split(action)
+                pending.extend(inner)
+                if rest is not None:
+                    actions.append(rest)
+                if isinstance(action, e.Exit):
+                    self.standing, self.leader = Standing.LEFT, None
+                    break
+        return actions
+
+    def _split(self, action: Action | StepDown) -> tuple[Action | None, list[e.Event]]:
+        """What leaves the core of an action, and the events that stay inside."""
+        me = self.me.member
+        match action:
+            case StepDown():
+                return None, self._step_down()
+            case e.ToLeader() if action.leader.member == me:
+                return None, [e.FromFollower(sender=me, message=action.message)]
+            case e.ToFollowers() if me in action.members:
+                others = tuple(member for member in action.members if member != me)
+                rest = e.ToFollowers(members=others, message=action.message) if others else None
+                return rest, [e.FromLeader(sender=me, message=action.message)]
+            case e.ToFollowers() | e.HangUp() if not action.members:
+                return None, []
+        assert not isinstance(action, StepDown)
+        return action, []
+
+    def _dispatch(self, event: e.Event) -> list[Action | StepDown]:
+        return _TABLE[type(event)](self, event)
+
+    # The leading part
+
+    def _from_follower(self, event: e.FromFollower) -> list[Action | StepDown]:
+        if self.leader is not None:
+            return self.leader.handle(event.sender, event.message)
+        match event.message:
+            case m.Join():
+                leads = self.upstream if self.standing is Standing.FOLLOWING else None
+                return [e.ToFollowers(members=(event.sender,), message=m.NotLeader(leader=leads))]
+            case m.Support():
+                self._supporters[event.sender] = event.message
+                return self._lead_when_supported()
+        return []  # Of a leadership that has ended.
+
+    def _follower_gone(self, event: e.FollowerGone) -> list[Action | StepDown]:
+        if self.leader is not None:
+            return self.leader.gone(event.sender, event.reason)
+        self._supporters.pop(event.sender, None)
+        return []
+
+    def _dead(self, event: e.Dead) -> list[Action | StepDown]:
+        return self.leader.dead(event.member) if self.leader is not None else []
+
+    def _lead_when_supported(self) -> list[Action | StepDown]:
+        if self.standing is not Standing.SEEKING or self.upstream != self.me:
+            return []
+        supporters = self._supporters
+        ends = [s.end for s in supporters.values() if s.end] + ([self.end] if self.end else [])
+        told = max(ends, key=lambda end: end.epoch, default=None)
+        if told is not None and told.epoch >= self.promised:
+            members = [self.me, *(s.member for s in supporters.values())]
+            self.leader, actions = Leader.take_over_end(
+                self._settings, self.me, end=told, members=members
+            )
+        elif all(roster.is_quorum({*supporters, self.me.member}) for roster in self._rosters):
+            self.leader, actions = Leader.succeed(
+                self._settings,
+                self.me,
+                rosters=self._rosters,
+                lost=self._lost if self._lost != self.me else None,
+                promised=max([self.promised, *(s.promised for s in supporters.values())]),
+            )
+        else:
+            return []
+        self._supporters = {}
+        return actions
+
+    def _step_down(self) -> list[e.Event]:
+        """This leader reaches no majority: seek one that does."""
+        self.leader = None
+        return [e.LeaderGone(sender=self.me.member, reason="no majority answers")]
+
+    @property
+    def _rosters(self) -> list[Roster]:
+        return [*([self.installed] if self.installed else []), *self.accepted]
+
+    # Joining and seeking
+
+    def _started(self, event: e.Started) -> list[Action | StepDown]:
+        if not event.forms_job:
+            return [e.FindContact()]
+        self.leader = Leader.form(self._settings, self.me)
+        return self._join(self.me)
+
+    def _contact(self, event: e.Contact) -> list[Action | StepDown]:
+        return self._join(event.member) if self.standing is Standing.JOINING else []
+
+    def _join(self, leader: Member) -> list[Action | StepDown]:
+        self.upstream, self._age = leader, 0
+        return [e.ToLeader(leader=leader, message=m.Join(member=self.me))]
+
+    def _leader_gone(self, event: e.LeaderGone) -> list[Action | StepDown]:
+        if self.upstream is None or event.sender != self.upstream.member:
+            return []
+        if self.standing is Standing.SEEKING:
+            return self._support_next()
+        return self._seek()
+
+    def _seek(self) -> list[Action | StepDown]:
+        """The leader is lost: support its successors, one after the other."""
+        lost, self.upstream = self.upstream, None
+        assert lost is not None
+        if not self._rosters:
+            self.standing = Standing.JOINING
+            return [e.FindContact()]
+        if lost.node == self.me.node and lost != self.me:
+            return self._give_up(EXIT_FENCED, f"the leader was lost, on this same node {lost.node}")
+        self.standing, self._lost, self._waited = Standing.SEEKING, lost, 0
+        self._tried = set()
+        return self._support_next()
+
+    def _support_next(self) -> list[Action | StepDown]:
+        """The next in the order of succession; the lost leader last. None left: the round is over
+        and the next tick begins another."""
+        assert self._lost is not None
+        order = [x for x in self._rosters[-1].members if x.member != self._lost.member]
+        order.append(self._lost)
+        following = next((x for x in order if x.member not in self._tried), None)
+        self.upstream, self._age = following, 0
+        if following is None:
+            if self.end is not None:
+                # Who was told the end is served by those that know it, or they have left.
+                return self._give_up(self.end.exit_code, "")
+            return []
+        self._tried.add(following.member)
+        if following == self.me:
+            return self._lead_when_supported()
+        support = m.Support(member=self.me, promised=self.promised, end=self.end)
+        return [e.ToLeader(leader=following, message=support)]
+
+    def _tick(self, event: e.Tick) -> list[Action | StepDown]:
+        bounds = self._settings.bounds
+        self._age += 1
+        self._waited += 1
+        actions: list[Action | StepDown] = []
+        if self.standing is Standing.FOLLOWING:
+            assert self.upstream is not None
+            if self._age > bounds.silence:
+                return self._seek()
+            actions = [e.ToLeader(leader=self.upstream, message=m.Heartbeat())]
+        elif self.standing is Standing.JOINING and self._waited > bounds.start:
+            return self._give_up(EXIT_NO_JOB, "no job was found to join in time")
+        elif self.standing is Standing.SEEKING:
+            if self._waited > bounds.minority:
+                reason = (
+                    "this guardian could not reach a majority of its job for "
+                    f"{bounds.minority} heartbeat intervals (--deadpool-minority-timeout)"
+                )
+                return self._give_up(EXIT_MINORITY, reason)
+            if self.upstream is None:
+                self._tried = set()
+                actions = self._support_next()
+            elif self._age > bounds.seek:
+                actions = self._support_next()
+        if self.leader is not None:
+            actions = [*actions, *self.leader.tick()]
+        return actions
+
+    def _give_up(self, exit_code: int, reason: str) -> list[Action | StepDown]:
+        end = End(epoch=self.promised, exit_code=exit_code, reason=reason)
+        return [e.StopTrainer(end=end), e.Exit(exit_code=exit_code, reason=reason)]
+
+    # From the leader
+
+    def _from_leader(self, event: e.FromLeader) -> list[Action | StepDown]:
+        if self.upstream is None or event.sender != self.upstream.member:
+            return []
+        if self.standing is not Standing.SEEKING:
+            self._age = 0
+        handler = _FROM_LEADER[self.standing].get(type(event.message))
+        return handler(self, event.message) if handler is not None else []
+
+    def _welcome(self, message: m.Welcome) -> list[Action | StepDown]:
+        self.standing = Standing.FOLLOWING
+        return []
+
+    def _not_leader(self, message: m.NotLeader) -> list[Action | StepDown]:
+        if message.leader is None or message.leader == self.upstream:
+            self.upstream = None
+            return [e.FindContact()]
+        return self._join(message.leader)
+
+    def _enter_epoch(self, message: m.Abort) -> list[Action | StepDown]:
+        if message.epoch <= self.promised:
+            return []
+        if self.end is not None:
+            return self._give_up(EXIT_FENCED, "the job went on after this node was told its end")
+        self.promised = message.epoch
+        self.standing, self._age = Standing.FOLLOWING, 0
+        opens_store = message.store_member == self.me.member
+        if self.slot is None and not opens_store:
+            return [e.CancelTransfers(), *self._answer_abort(0, frozenset())]
+        return [e.AbortTrainer(epoch=self.promised, opens_store=opens_store)]
+
+    def _trainer_aborted(self, event: e.TrainerAborted) -> list[Action | StepDown]:
+        if event.epoch != self.promised:
+            return []
+        return self._answer_abort(event.store_port, event.own)
+
+    def _answer_abort(self, port: int, own: frozenset[Iteration]) -> list[Action | StepDown]:
+        if self.standing is not Standing.FOLLOWING or self._has_answered == self.promised:
+            return []
+        self._has_answered = self.promised
+        rosters = self._rosters
+        message = m.Aborted(
+            epoch=self.promised,
+            store_port=port,
+            holdings=Holdings(own=own, replicas=self.shelf.holdings()),
+            slot=self.slot,
+            has_state=self.has_state,
+            committed=self.committed,
+            installed=self.installed.id if self.installed else None,
+            accepted=rosters[-1].id if rosters else None,
+        )
+        told: list[m.Upstream] = [message]
+        told += [self._failure] if self._failure else []
+        told += [m.DrainWanted()] if self._drains else []
+        return [action for each in told for action in self._tell(each)]
+
+    def _tell(self, message: m.Upstream) -> list[Action | StepDown]:
+        if self.standing is not Standing.FOLLOWING or self.upstream is None:
+            return []
+        return [e.ToLeader(leader=self.upstream, message=message)]
+
+    def _roster_wanted(self, message: m.RosterWanted) -> list[Action | StepDown]:
+        if message.epoch != self.promised or not self._rosters:
+            return []
+        return self._tell(m.RosterIs(epoch=self.promised, roster=self._rosters[-1]))
+
+    def _take_proposal(self, message: m.Propose) -> list[Action | StepDown]:
+        newest = self._rosters[-1].id if self._rosters else None
+        if message.id.epoch != self.promised or (newest is not None and message.id <= newest):
+            return []
+        roster = self._compose(message)
+        self.accepted.append(roster)
+        actions = self._tell(m.Accepted(roster=roster.id))
+        if message.restart is not None and self.me.member in roster.slots:
+            actions = self._adopt(message, roster) + actions
+        return actions
+
+    def _compose(self, message: m.Propose) -> Roster:
+        base = next((r for r in self._rosters if r.id == message.base), None)
+        assert base is not None or message.base is None, f"roster {message.base} is not known here"
+        old = base.members if base is not None else ()
+        members = [x for x in old if x.member not in message.removed] + list(message.added)
+        members.sort(key=lambda x: x.member != message.leader)
+        slots = dict(enumerate(base.slots)) if base is not None else {}
+        slots.update(message.slots)
+        return Roster(
+            id=message.id, members=tuple(members), slots=tuple(slots[s] for s in sorted(slots))
+        )
+
+    def _adopt(self, message: m.Propose, roster: Roster) -> list[Action | StepDown]:
+        assert message.restart is not None
+        by_id = {x.member: x for x in roster.members}
+        plan = Plan(
+            epoch=self.promised,
+            slots=tuple(by_id[member] for member in roster.slots),
+            holders=self._holders,
+            restart=message.restart,
+        )
+        slot = Slot(roster.slots.index(self.me.member))
+        assert self.slot in (None, slot), f"slot {slot} for a trainer built for {self.slot}"
+        is_new = self.slot is None and self.me.member != plan.slots[plan.restart.store_slot].member
+        self.plan, self.slot = plan, slot
+        if plan.restart.restore is not None:
+            self.shelf.forget_after(plan.restart.restore)
+        source = dict(plan.restart.sources).get(slot)
+        enter = [e.AbortTrainer(epoch=self.promised, opens_store=False)] if is_new else []
+        adopt = e.AdoptPlan(
+            plan=plan, slot=slot, source=by_id[source] if source is not None else None
+        )
+        return [*enter, adopt]
+
+    def _resume(self, message: m.Resume) -> list[Action | StepDown]:
+        if message.epoch != self.promised or not self.accepted:
+            return []
+        self._install_up_to(self.accepted[-1])
+        if self.plan is None or self.plan.epoch != self.promised or self.slot is None:
+            return []
+        self.has_state = True
+        actions: list[Action | StepDown] = [e.ResumeTrainer(epoch=self.promised)]
+        if self.plan.restart.restore is not None:
+            # A holder that has it says so; a new one gets it.
+            actions.append(self._put(self.plan.restart.restore))
+        return actions
+
+    def _install(self, message: m.Install) -> list[Action | StepDown]:
+        roster = next((r for r in self.accepted if r.id == message.roster), None)
+        if roster is not None:
+            self._install_up_to(roster)
+        return []
+
+    def _install_up_to(self, roster: Roster) -> None:
+        self.installed = roster
+        self.accepted = [r for r in self.accepted if r.id > roster.id]
+
+    def _committed(self, message: m.Committed) -> list[Action | StepDown]:
+        if message.epoch != self.promised:
+            return []
+        self.committed = message.iteration
+        return [e.TellCommitted(epoch=message.epoch, iteration=message.iteration)]
+
+    def _drain(self, message: m.Drain) -> list[Action | StepDown]:
+        return [e.DrainTrainer()]
+
+    def _ended(self, message: m.Ended) -> list[Action | StepDown]:
+        self.standing, self._age = Standing.FOLLOWING, 0
+        if self.end is not None:
+            return self._tell(m.EndNoted())
+        self.end = message.end
+        return [e.StopTrainer(end=message.end), *self._tell(m.EndNoted())]
+
+    def _leave(self, message: m.Leave) -> list[Action | StepDown]:
+        if self.end is None:
+            return []
+        reason = self.end.reason if self.leader is not None else ""
+        return [e.Exit(exit_code=self.end.exit_code, reason=reason)]
+
+    def _fenced(self, message: m.Fenced) -> list[Action | StepDown]:
+        if self.end is not None:
+            return self._give_up(self.end.exit_code, "")
+        return self._give_up(EXIT_FENCED, f"this node counts as lost: {message.reason}")
+
+    # From the trainer, and from outside
+
+    def _trainer_said(self, event: e.TrainerSaid) -> list[Action | StepDown]:
+        if isinstance(event.message, m.Failed):
+            self._failure = event.message
+        return self._tell(event.message)
+
+    def _trainer_died(self, event: e.TrainerDied) -> list[Action | StepDown]:
+        if self.end is not None:
+            return []
+        if not event.by_signal:
+            failed = m.Failed(reason=event.reason, exit_code=event.exit_code or 1)
+            return self._trainer_said(e.TrainerSaid(message=failed))
+        told = self._tell(m.TrainerLost(reason=event.reason))
+        return told or self._give_up(EXIT_FENCED, f"this node counts as lost: {event.reason}")
+
+    def _end_asked(self, event: e.EndAsked) -> list[Action | StepDown]:
+        wanted = m.EndWanted(exit_code=event.exit_code, reason=event.reason)
+        return self._tell(wanted) or self._give_up(event.exit_code, event.reason)
+
+    def _drain_asked(self, event: e.DrainAsked) -> list[Action | StepDown]:
+        self._drains = True
+        return self._tell(m.DrainWanted())
+
+    # Snapshots
+
+    def _captured(self, event: e.Captured) -> list[Action | StepDown]:
+        return [self._put(event.iteration)] if self._is_current(event.epoch) else []
+
+    def _is_current(self, epoch: Epoch) -> bool:
+        return epoch == self.promised and self.plan is not None and self.plan.epoch == epoch
+
+    def _put(self, iteration: Iteration) -> e.Put:
+        assert self.plan is not None and self.slot is not None
+        return e.Put(
+            epoch=self.promised,
+            iteration=iteration,
+            slot=self.slot,
+            holder=self.plan.slots[self.plan.holders[self.slot]],
+        )
+
+    def _put_done(self, event: e.PutDone) -> list[Action | StepDown]:
+        if not self._is_current(event.epoch):
+            return []
+        return self._tell(m.Staged(epoch=event.epoch, iteration=event.iteration))
+
+    def _fetch_failed(self, event: e.FetchFailed) -> list[Action | StepDown]:
+        if not self._is_current(event.epoch):
+            return []
+        return self._tell(m.Failed(reason=event.reason, exit_code=4))
+
+    def _offered(self, event: e.Offered) -> list[Action | StepDown]:
+        if event.epoch != self.promised:
+            refusal = f"epoch {event.epoch}, now is {self.promised}"
+            return [e.AnswerOffer(buffer=None, refusal=refusal)]
+        ledger = self.shelf[event.slot]
+        offer = Kept(iteration=event.iteration, num_bytes=event.num_bytes, checksum=event.checksum)
+        buffer = ledger.find(event.iteration)
+        if buffer is not None and ledger.kept(buffer) == offer:
+            return [e.AnswerOffer(buffer=None, refusal="")]
+        return [e.AnswerOffer(buffer=ledger.open(event.iteration), refusal="")]
+
+    def _received(self, event: e.Received) -> list[Action | StepDown]:
+        if event.checksum != event.announced:
+            refusal = f"checksum {event.checksum:#x}, announced {event.announced:#x}"
+            return [e.AnswerOffer(buffer=None, refusal=refusal)]
+        if event.epoch != self.promised:
+            refusal = f"epoch {event.epoch} has passed"
+            return [e.AnswerOffer(buffer=None, refusal=refusal)]
+        kept = Kept(iteration=event.iteration, num_bytes=event.num_bytes, checksum=event.checksum)
+        self.shelf[event.slot].seal(event.buffer, kept)
+        return [e.AnswerOffer(buffer=None, refusal="")]
+
+    def _asked(self, event: e.Asked) -> list[Action | StepDown]:
+        buffer = self.shelf[event.slot].find(event.iteration)
+        if event.epoch != self.promised or buffer is None:
+            refusal = (
+                f"no replica of slot {event.slot} at iteration {event.iteration} here in epoch "
+                f"{self.promised}, asked in epoch {event.epoch}"
+            )
+            return [e.AnswerPull(buffer=None, refusal=refusal)]
+        return [e.AnswerPull(buffer=buffer, refusal="")]
+
+
+_TABLE: dict[type, Callable[[Guardian, Any], list[Action | StepDown]]] = {
+    e.Started: Guardian._started,
+    e.Contact: Guardian._contact,
+    e.FromFollower: Guardian._from_follower,
+    e.FollowerGone: Guardian._follower_gone,
+    e.FromLeader: Guardian._from_leader,
+    e.LeaderGone: Guardian._leader_gone,
+    e.Dead: Guardian._dead,
+    e.Tick: Guardian._tick,
+    e.TrainerAborted: Guardian._trainer_aborted,
+    e.TrainerSaid: Guardian._trainer_said,
+    e.TrainerDied: Guardian._trainer_died,
+    e.EndAsked: Guardian._end_asked,
+    e.DrainAsked: Guardian._drain_asked,
+    e.Captured: Guardian._captured,
+    e.PutDone: Guardian._put_done,
+    e.FetchFailed: Guardian._fetch_failed,
+    e.Offered: Guardian._offered,
+    e.Received: Guardian._received,
+    e.Asked: Guardian._asked,
+}
+
+_Handler = Callable[[Guardian, Any], list[Action | StepDown]]
+
+_ENDS: dict[type, _Handler] = {
+    m.Ended: Guardian._ended,
+    m.Leave: Guardian._leave,
+    m.Fenced: Guardian._fenced,
+}
+
+_FROM_LEADER: dict[Standing, dict[type, _Handler]] = {
+    Standing.JOINING: {
+        **_ENDS,
+        m.Welcome: Guardian._welcome,
+        m.NotLeader: Guardian._not_leader,
+    },
+    Standing.FOLLOWING: {
+        **_ENDS,
+        m.Abort: Guardian._enter_epoch,
+        m.RosterWanted: Guardian._roster_wanted,
+        m.Propose: Guardian._take_proposal,
+        m.Resume: Guardian._resume,
+        m.Install: Guardian._install,
+        m.Committed: Guardian._committed,
+        m.Drain: Guardian._drain,
+    },
+    Standing.SEEKING: {
+        **_ENDS,
+        m.Abort: Guardian._enter_epoch,
+    },
+    Standing.LEFT: {},
+}
+"""What is done with each message of the leader; others (a heartbeat, something that a candidate
+says before it leads) have no effect beyond being heard."""

@@ -1,0 +1,85 @@
+"""Which buffer holds what, and what may be written over. Two buffers with commit before reuse.
+
+An exhaustive search found that two buffers with local-only commit reach states without a common
+iteration to restore; two with commit before reuse never do (`tests/protocol/test_search.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from deadpool.protocol.types import Iteration, Slot
+
+NUM_BUFFERS = 2
+
+
+def capture_buffer(iteration: Iteration) -> int:
+    """The buffer of its own memory that a slot captures `iteration` into: the one that does not
+    hold the iteration before."""
+    return iteration % NUM_BUFFERS
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """A replica whose checksum was verified on receipt."""
+
+    iteration: Iteration
+    num_bytes: int
+    checksum: int
+
+
+class BufferLedger:
+    """What the buffers for one slot's replicas hold; None while bytes come in, or for nothing."""
+
+    def __init__(self) -> None:
+        self._kept: list[Kept | None] = [None] * NUM_BUFFERS
+
+    def find(self, iteration: Iteration) -> int | None:
+        return next(
+            (b for b, kept in enumerate(self._kept) if kept and kept.iteration == iteration), None
+        )
+
+    def kept(self, buffer: int) -> Kept | None:
+        return self._kept[buffer]
+
+    def iterations(self) -> frozenset[Iteration]:
+        return frozenset(kept.iteration for kept in self._kept if kept)
+
+    def open(self, iteration: Iteration) -> int:
+        """The buffer to receive `iteration` into, now invalid: one with other bytes of the same
+        iteration, else the older. The newest is kept whatever comes in."""
+        buffer = self.find(iteration)
+        if buffer is None:
+            ages = [-1 if kept is None else kept.iteration for kept in self._kept]
+            buffer = ages.index(min(ages))
+        self._kept[buffer] = None
+        return buffer
+
+    def seal(self, buffer: int, kept: Kept) -> None:
+        """The buffer is whole."""
+        self._kept[buffer] = kept
+
+    def forget_after(self, iteration: Iteration) -> None:
+        """What lies on a timeline that the job has left."""
+        self._kept = [None if kept and kept.iteration > iteration else kept for kept in self._kept]
+
+
+class ShelfLedger:
+    """The replicas that one guardian keeps for other slots."""
+
+    def __init__(self) -> None:
+        self._slots: dict[Slot, BufferLedger] = {}
+
+    def __getitem__(self, slot: Slot) -> BufferLedger:
+        return self._slots.setdefault(slot, BufferLedger())
+
+    def holdings(self) -> frozenset[tuple[Slot, Iteration]]:
+        return frozenset(
+            (slot, iteration)
+            for slot, ledger in self._slots.items()
+            for iteration in ledger.iterations()
+        )
+
+    def forget_after(self, iteration: Iteration) -> None:
+        for ledger in self._slots.values():
+            ledger.forget_after(iteration)
