@@ -1,8 +1,8 @@
-"""The guardian: owns the snapshot memory, watches its trainer, speaks for it.
+"""The guardian: owns the snapshot memory, watches its trainer, speaks for it, leads when asked.
 
 One per launcher task, without torch. It forks its trainer first, before it has a thread or an
-event loop; then it is one asyncio program: a connection to the leader, one to the trainer, a
-server for replicas.
+event loop; then it is one asyncio program around the protocol's core (`deadpool.protocol`): what
+happens becomes an event, what the core answers is carried out. Nothing is decided here.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -17,32 +18,47 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from deadpool import job_file
 from deadpool import messages as m
-from deadpool.arena import Arena, Replica, ReplicaShelf
+from deadpool.arena import Arena, ReplicaShelf
 from deadpool.config import DeadpoolConfig, RankEnvironment
-from deadpool.injection import InjectionPhase, Injector
+from deadpool.injection import Injector
+from deadpool.interfaces import choose_host
+from deadpool.peers import Peers
 from deadpool.process import describe_exit, die_with_parent, exit_code_of, set_process_name
-from deadpool.protocol.types import Epoch, Holdings, Iteration, Plan, Slot
-from deadpool.replication import Channel, ReplicaRefused, ReplicaServer, pull_replica, put_replica
+from deadpool.protocol import events as e
+from deadpool.protocol.guardian import Guardian
+from deadpool.protocol.leader import Settings
+from deadpool.protocol.placement import Grid
+from deadpool.protocol.types import (
+    EXIT_NO_JOB,
+    Member,
+    MemberId,
+    Node,
+)
+from deadpool.replication import ReplicaServer
+from deadpool.swap_report import SwapReporter
+from deadpool.trace import TraceWriter
+from deadpool.transfers import Transfers
 from deadpool.wire import WireError, read_message, write_message
 
 logger = logging.getLogger(__name__)
 
-EXIT_LEADER_LOST = 70
-"""The leader's connection ended without an order to end."""
-
 _LEAVE_TIMEOUT_S = 60.0
 """How long a trainer may take to end after a completed job; after a failed one it is killed."""
 
-_RETRY_S = 0.1
+_CONTACT_RETRY_S = 0.1
 
 TrainerMain = Callable[[socket.socket, Arena], int]
 
 
 def run_guardian(
-    config: DeadpoolConfig, environment: RankEnvironment, trainer_main: TrainerMain
+    config: DeadpoolConfig,
+    environment: RankEnvironment,
+    grid: Grid,
+    trainer_main: TrainerMain,
 ) -> int:
-    """Run one rank of a node to its end; returns the exit code of the job.
+    """Run one rank of a node to its end; returns its exit code.
 
     trainer_main: runs in the forked child with its end of the socket pair and the arena, and
     returns the trainer's exit code.
@@ -60,8 +76,7 @@ def run_guardian(
         os._exit(_run_trainer(trainer_main, theirs, arena))
     theirs.close()
     set_process_name("dp-guardian")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    guardian = Guardian(config, environment, arena, trainer_pid, ours)
+    guardian = GuardianProcess(config, environment, grid, arena, trainer_pid, ours)
     try:
         return asyncio.run(guardian.run())
     finally:
@@ -87,103 +102,277 @@ def _run_trainer(trainer_main: TrainerMain, link: socket.socket, arena: Arena) -
     return code
 
 
-class Guardian:
-    """State of one guardian; every method runs on its event loop."""
+class GuardianProcess:
+    """One guardian's connections, memory and trainer; every method runs on its event loop."""
 
     def __init__(
         self,
         config: DeadpoolConfig,
         environment: RankEnvironment,
+        grid: Grid,
         arena: Arena,
         trainer_pid: int,
         trainer_socket: socket.socket,
     ) -> None:
         self._config = config
         self._environment = environment
+        self._settings = Settings(
+            grid=grid, num_spare_nodes=environment.num_spare_nodes, bounds=config.bounds()
+        )
         self._arena = arena
         self._trainer_pid = trainer_pid
         self._trainer_socket = trainer_socket
         self._trainer_status: int | None = None
-        self._shelf = ReplicaShelf()
-        self._injector = Injector(config.inject, environment.node, config.log_dir)
-        self._member: int | None = None
-        self._epoch = Epoch(0)
-        self._plan: Plan | None = None
-        self._slot: Slot | None = None
-        self._incoming: asyncio.Task[tuple[Replica, float]] | None = None
-        self._replication: asyncio.Task[None] | None = None
-        self._end: asyncio.Future[m.End] | None = None
-        self._tasks: list[asyncio.Task[Any]] = []
+        self._trainer_ended = asyncio.Event()
+        self._core: Guardian | None = None
+        """None until the trainer is up."""
+        self._trace: TraceWriter | None = None
+        self._report = SwapReporter(config.log_dir, bool(config.inject), grid.world_size)
+        self._leads_from: MemberId | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
-        self._end = loop.create_future()
+        self._exit: asyncio.Future[e.Exit] = loop.create_future()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
         self._trainer_reader, self._trainer_writer = await asyncio.open_connection(
             sock=self._trainer_socket
         )
         self._watch_trainer_process()
+        try:
+            return await self._guard()
+        finally:
+            await self._stop_trainer(0.0)
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._trainer_writer.close()
+
+    async def _guard(self) -> int:
+        try:
+            first = await read_message(self._trainer_reader)
+        except WireError:
+            await self._stop_trainer(_LEAVE_TIMEOUT_S)
+            return exit_code_of(self._trainer_status or 0) or EXIT_NO_JOB
+        assert isinstance(first, m.TrainerUp), first
+        found = await self._find_job()
+        if found is None or self._exit.done():
+            return EXIT_NO_JOB if found is None else self._exit.result().exit_code
+        self._token, contacts = found
+        towards = contacts[0] if contacts else None
+        host = self._environment.host or choose_host(self._config.interface, towards)
+        peers = self._peers = Peers(token=self._token, deliver=self._feed)
+        shelf = ReplicaShelf()
         server = ReplicaServer(
-            shelf=self._shelf,
-            token=self._environment.token,
-            host=self._environment.host,
-            current_epoch=lambda: self._epoch,
+            shelf=shelf,
+            token=self._token,
+            host=host,
+            offered=self._ask,
+            received=self._ask,
+            asked=self._ask,
         )
         try:
-            self._start(server.serve())
-            first = await read_message(self._trainer_reader)
-            assert isinstance(first, m.TrainerUp), first
-            self._leader_reader, self._leader_writer = await asyncio.open_connection(
-                *self._environment.leader
-            )
-        except (WireError, OSError):
-            # The trainer ended before it was up, or there is no leader: nothing began.
-            await self._stop(m.End(exit_code=EXIT_LEADER_LOST, reason=""))
-            return exit_code_of(self._trainer_status or 0) or EXIT_LEADER_LOST
-        write_message(
-            self._leader_writer,
-            m.Hello(
-                token=self._environment.token,
-                node=self._environment.node,
+            me = Member(
+                member=MemberId(secrets.randbits(62)),
+                node=Node(self._environment.node),
                 local_rank=self._environment.local_rank,
-                host=self._environment.host,
+                host=host,
+                control_port=await peers.listen(host),
                 data_port=server.port,
-            ),
-        )
-        self._start(self._serve_leader())
-        self._start(self._serve_trainer())
-        end = await self._end
-        await self._stop(end)
+            )
+            peers.introduce(me)
+            self._begin(me)
+            self._transfers = Transfers(
+                arena=self._arena,
+                token=self._token,
+                injector=Injector(self._config.inject, me.node, self._config.log_dir),
+                feed=self._feed,
+                tell_trainer=self._tell_trainer,
+                start=self._start,
+            )
+            self._start(server.serve())
+            self._start(self._tick())
+            self._start(self._serve_trainer())
+            if self._environment.forms_job:
+                self._write_job_file((me,))
+            self._feed(e.Started(forms_job=self._environment.forms_job))
+            end = await self._exit
+        finally:
+            await peers.close()
+        if end.reason and (self._environment.local_rank == 0 or self._leads_from is not None):
+            print(f"deadpool: {end.reason}", file=sys.stderr, flush=True)
+        await self._stop_trainer(_LEAVE_TIMEOUT_S if end.exit_code == 0 else 1.0)
         return end.exit_code
+
+    def _begin(self, me: Member) -> None:
+        self._core = Guardian(self._settings, me)
+        if self._config.trace:
+            assert self._config.log_dir is not None
+            name = f"protocol-{me.node}-{me.local_rank}-{me.member}.jsonl"
+            path = os.path.join(self._config.log_dir, name)
+            self._trace = TraceWriter(path, self._settings, me)
+
+    # Events and actions
+
+    def _feed(self, event: e.Event) -> None:
+        answer = self._handle(event)
+        assert answer is None, f"{type(answer).__name__} answers {type(event).__name__}"
+
+    def _ask(self, event: Any) -> Any:
+        """An event of the replica server, and the core's answer to it."""
+        answer = self._handle(event)
+        if answer is None:  # The core has left; its process is on the way out.
+            kind = e.AnswerPull if isinstance(event, e.Asked) else e.AnswerOffer
+            return kind(buffer=None, refusal="this guardian has left the job")
+        return answer
+
+    def _handle(self, event: e.Event) -> e.AnswerOffer | e.AnswerPull | None:
+        core = self._core
+        if core is None or self._exit.done():
+            return None
+        self._report.see(event)
+        answer = None
+        actions = core.handle(event)
+        if self._trace is not None:
+            self._trace.step(event, actions)
+        for action in actions:
+            if isinstance(action, e.AnswerOffer | e.AnswerPull):
+                answer = action
+            else:
+                self._carry_out(action)
+        return answer
+
+    def _carry_out(self, action: e.Action) -> None:
+        match action:
+            case e.ToFollowers():
+                self._peers.to_followers(action.members, action.message)
+            case e.ToLeader():
+                self._peers.to_leader(action.leader, action.message)
+            case e.HangUp():
+                self._peers.hang_up(action.members)
+            case e.Probe():
+                self._peers.probe(action.member)
+            case e.FindContact():
+                self._start(self._find_contact())
+            case e.AbortTrainer():
+                self._transfers.cancel()
+                self._tell_trainer(m.EnterEpoch(epoch=action.epoch, opens_store=action.opens_store))
+            case e.CancelTransfers():
+                self._transfers.cancel()
+            case e.AdoptPlan():
+                self._transfers.adopt(action)
+                self._tell_trainer(m.PlanForSlot(plan=action.plan, slot=action.slot))
+            case e.ResumeTrainer():
+                self._tell_trainer(m.Resume(epoch=action.epoch))
+            case e.TellCommitted():
+                self._tell_trainer(m.Committed(epoch=action.epoch, iteration=action.iteration))
+            case e.Put():
+                self._transfers.put(action)
+            case e.DrainTrainer():
+                self._signal_trainer(signal.SIGTERM)
+            case e.StopTrainer():
+                end = action.end
+                self._tell_trainer(m.TrainerEnd(exit_code=end.exit_code, reason=end.reason))
+            case e.EnterPhase():
+                self._report.enter(action)
+            case e.Observe():
+                self._report.observe(action.message)
+            case e.RosterInstalled():
+                self._lead(action.members)
+            case e.Exit():
+                self._leave(action)
+            case _:
+                raise AssertionError(f"{type(action).__name__} is not carried out here")
+
+    def _leave(self, action: e.Exit) -> None:
+        if self._trace is not None:
+            self._trace.close()
+        if self._leads_from is not None and self._environment.job_file is not None:
+            job_file.remove(self._environment.job_file)
+        self._exit.set_result(action)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.heartbeat_interval_s)
+            self._feed(e.Tick())
 
     def _start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
         task.add_done_callback(self._check_task)
-        self._tasks = [t for t in self._tasks if not t.done()] + [task]
         return task
 
     def _check_task(self, task: asyncio.Task[Any]) -> None:
-        """An error in any task is a bug of ours: say so and end, never go on half alive."""
+        """An error in any task is a bug of ours: say so and end the job, never go on half alive."""
+        self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error("guardian task failed", exc_info=task.exception())
-            self._finish(m.End(exit_code=1, reason="internal error of a guardian"))
+            self._feed(e.EndAsked(exit_code=1, reason="internal error of a guardian"))
 
-    def _finish(self, end: m.End) -> None:
-        assert self._end is not None
-        if not self._end.done():
-            self._end.set_result(end)
+    # Finding the job, and being found
 
-    async def _stop(self, end: m.End) -> None:
-        """End the trainer, then everything of this guardian."""
-        write_message(self._trainer_writer, end)
-        deadline = time.monotonic() + (_LEAVE_TIMEOUT_S if end.exit_code == 0 else 1.0)
-        while self._trainer_status is None and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
-        if self._trainer_status is None:
-            os.kill(self._trainer_pid, signal.SIGKILL)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._trainer_writer.close()
+    async def _find_job(self) -> tuple[bytes, list[tuple[str, int]]] | None:
+        """Token and contacts; None when there is no job within the bound."""
+        environment = self._environment
+        if environment.forms_job:
+            return (environment.token or secrets.token_hex(32)).encode(), []
+        deadline = time.monotonic() + self._config.start_timeout_s
+        while time.monotonic() < deadline and not self._exit.done():
+            if environment.token is not None and environment.contacts:
+                return environment.token.encode(), list(environment.contacts)
+            found = self._read_job_file()
+            if found is not None and found.contacts:
+                return (environment.token or found.token).encode(), list(found.contacts)
+            await asyncio.sleep(_CONTACT_RETRY_S)
+        return None
+
+    def _read_job_file(self) -> job_file.JobFile | None:
+        path = self._environment.job_file
+        return job_file.read(path) if path is not None else None
+
+    async def _find_contact(self) -> None:
+        """Until some member answers; the core bounds the wait."""
+        was_there = False
+        while True:
+            contacts = list(self._environment.contacts)
+            found = self._read_job_file()
+            if found is not None:
+                was_there = True
+                contacts += found.contacts
+            elif was_there and not contacts:
+                reason = "the job ended before this guardian could join it"
+                self._feed(e.EndAsked(exit_code=EXIT_NO_JOB, reason=reason))
+                return
+            for contact in contacts:
+                try:
+                    member = await self._peers.find_contact(contact)
+                except WireError as error:
+                    logger.debug("no contact at %s:%d: %s", *contact, error)
+                    continue
+                self._feed(e.Contact(member=member))
+                return
+            await asyncio.sleep(_CONTACT_RETRY_S)
+
+    def _lead(self, members: tuple[Member, ...]) -> None:
+        """This guardian leads: say so once, and have those who come later find it."""
+        me = members[0]
+        if self._leads_from is None:
+            nodes = {member.node for member in members}
+            spares = len(nodes) - self._settings.grid.num_nodes
+            print(
+                f"[deadpool] node {me.node} leads {len(nodes)} nodes, {spares} of them spare, at "
+                f"{me.host}:{me.control_port}",
+                flush=True,
+            )
+        self._leads_from = me.member
+        self._write_job_file(members)
+
+    def _write_job_file(self, members: tuple[Member, ...]) -> None:
+        path = self._environment.job_file
+        if path is not None:
+            contacts = [(member.host, member.control_port) for member in members[:64]]
+            job_file.write(path, self._token.decode(), contacts)
 
     # The trainer process
 
@@ -195,6 +384,7 @@ class Guardian:
             loop.remove_reader(descriptor)
             os.close(descriptor)
             self.reap_trainer()
+            self._trainer_ended.set()
             self._on_trainer_exit()
 
         loop.add_reader(descriptor, on_exit)
@@ -204,54 +394,42 @@ class Guardian:
             _, self._trainer_status = os.waitpid(self._trainer_pid, 0)
 
     def _on_trainer_exit(self) -> None:
-        assert self._end is not None and self._trainer_status is not None
-        if self._end.done() or self._member is None:
-            return
-        words = f"its trainer ended with {describe_exit(self._trainer_status)}"
-        if os.WIFSIGNALED(self._trainer_status):
-            self._tell_leader(m.TrainerLost(reason=words))
+        assert self._trainer_status is not None
+        self._feed(
+            e.TrainerDied(
+                by_signal=os.WIFSIGNALED(self._trainer_status),
+                exit_code=exit_code_of(self._trainer_status),
+                reason=f"its trainer ended with {describe_exit(self._trainer_status)}",
+            )
+        )
+
+    async def _stop_trainer(self, timeout_s: float) -> None:
+        """Wait for its end, then kill it."""
+        try:
+            await asyncio.wait_for(self._trainer_ended.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            self._signal_trainer(signal.SIGKILL)
+            await self._trainer_ended.wait()
+
+    def _signal_trainer(self, number: int) -> None:
+        if self._trainer_status is None:
+            os.kill(self._trainer_pid, number)
+
+    def _on_signal(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if number == signal.SIGTERM and self._config.drains_on_sigterm:
+            self._feed(e.DrainAsked())
+        elif self._core is not None:
+            self._feed(e.EndAsked(exit_code=128 + number, reason=f"ended by {name}"))
         else:
-            code = exit_code_of(self._trainer_status)
-            self._tell_leader(m.Failed(reason=words, exit_code=code or 1))
+            if not self._exit.done():
+                self._exit.set_result(e.Exit(exit_code=128 + number, reason=""))
+            self._signal_trainer(signal.SIGKILL)
 
-    # Messages
-
-    def _tell_leader(self, message: m.Message) -> None:
-        write_message(self._leader_writer, message)
+    # The trainer's messages
 
     def _tell_trainer(self, message: m.Message) -> None:
         write_message(self._trainer_writer, message)
-
-    async def _serve_leader(self) -> None:
-        try:
-            while True:
-                self._on_leader_message(await read_message(self._leader_reader))
-        except WireError:
-            self._finish(
-                m.End(exit_code=EXIT_LEADER_LOST, reason="the connection to the leader ended")
-            )
-
-    def _on_leader_message(self, message: m.AnyMessage) -> None:
-        match message:
-            case m.Welcome():
-                self._member = message.member
-            case m.Abort():
-                self._epoch = message.epoch
-                self._cancel_transfers()
-                self._tell_trainer(message)
-            case m.NewPlan():
-                self._adopt(message.plan)
-            case m.Resume():
-                self._tell_trainer(message)
-                self._stage_restored()
-            case m.Committed():
-                self._tell_trainer(message)
-            case m.Drain():
-                os.kill(self._trainer_pid, signal.SIGTERM)
-            case m.End():
-                self._finish(message)
-            case _:
-                raise AssertionError(f"{type(message).__name__} from the leader")
 
     async def _serve_trainer(self) -> None:
         try:
@@ -260,167 +438,23 @@ class Guardian:
         except WireError:
             return  # The trainer ended; its process watch says how.
 
-    def _on_trainer_message(self, message: m.AnyMessage) -> None:
+    def _on_trainer_message(self, message: m.Message) -> None:
         match message:
             case m.ArenaLayout():
                 self._arena.attach(message.payload_bytes)
             case m.SnapshotWanted():
-                self._start(self._deliver_snapshot(message))
-            case m.Aborted():
-                if message.epoch == self._epoch:
-                    holdings = Holdings(
-                        own=self._arena.iterations(), replicas=self._shelf.holdings()
+                self._transfers.deliver(message)
+            case m.TrainerAborted():
+                self._feed(
+                    e.TrainerAborted(
+                        epoch=message.epoch,
+                        store_port=message.store_port,
+                        own=self._arena.iterations(),
                     )
-                    self._tell_leader(
-                        m.Aborted(
-                            epoch=message.epoch,
-                            store_port=message.store_port,
-                            holdings=holdings,
-                        )
-                    )
+                )
             case m.Captured():
-                if message.epoch == self._epoch:
-                    self._replicate(message.iteration, message.buffer)
+                self._feed(e.Captured(epoch=message.epoch, iteration=message.iteration))
             case m.Ready() | m.RegroupFailed() | m.FirstStep() | m.Finished() | m.Failed():
-                self._tell_leader(message)
+                self._feed(e.TrainerSaid(message=message))
             case _:
                 raise AssertionError(f"{type(message).__name__} from the trainer")
-
-    # Epochs
-
-    def _cancel_transfers(self) -> None:
-        for task in (self._replication, self._incoming):
-            if task is not None:
-                task.cancel()
-        self._replication = self._incoming = None
-
-    def _adopt(self, plan: Plan) -> None:
-        """A plan of the current epoch: fetch what this slot lacks, forget what is past it."""
-        if plan.epoch != self._epoch:
-            return
-        self._plan = plan
-        self._slot = next(
-            Slot(slot) for slot, member in enumerate(plan.slots) if member.member == self._member
-        )
-        if plan.restore is not None:
-            self._arena.invalidate_after(plan.restore)
-            self._shelf.invalidate_after(plan.restore)
-            source = dict(plan.sources).get(self._slot)
-            if source is not None:
-                self._incoming = self._start(self._pull(plan, self._slot, source))
-        self._tell_trainer(m.PlanForSlot(plan=plan, slot=self._slot))
-
-    async def _pull(self, plan: Plan, slot: Slot, source: int) -> tuple[Replica, float]:
-        """The snapshot of this slot from its holder's memory, while the trainer builds its
-        model. Tried again until it comes or the epoch ends: the holder's loss ends the epoch."""
-        assert plan.restore is not None
-        start = time.monotonic()
-        holder = next(member for member in plan.slots if member.member == source)
-        while True:
-            try:
-                replica = await pull_replica(
-                    holder, token=self._environment.token, slot=slot, iteration=plan.restore
-                )
-                return replica, time.monotonic() - start
-            except WireError as error:
-                logger.info("epoch %d: %s; trying again", plan.epoch, error)
-                await asyncio.sleep(_RETRY_S)
-            except ReplicaRefused as error:
-                self._tell_leader(m.Failed(reason=str(error), exit_code=4))
-                await asyncio.sleep(_LEAVE_TIMEOUT_S)
-
-    async def _deliver_snapshot(self, wanted: m.SnapshotWanted) -> None:
-        """Put the pulled snapshot into the arena and tell the trainer."""
-        buffer = self._arena.find(wanted.iteration)
-        num_bytes, seconds = 0, 0.0
-        if buffer is None:
-            if self._incoming is None or wanted.epoch != self._epoch:
-                return  # A newer epoch began; its plan will be asked for again.
-            replica, seconds = await self._incoming
-            if wanted.epoch != self._epoch or replica.num_bytes != self._arena.payload_bytes:
-                self._refuse_size(wanted, replica)
-                return
-            buffer = wanted.iteration % 2
-            assert self._slot is not None
-            self._arena.payload(buffer)[:] = replica.view
-            self._arena.label(buffer, self._slot, wanted.iteration)
-            num_bytes = replica.num_bytes
-        self._tell_trainer(
-            m.SnapshotHere(
-                epoch=wanted.epoch,
-                iteration=wanted.iteration,
-                buffer=buffer,
-                num_bytes=num_bytes,
-                seconds=seconds,
-            )
-        )
-
-    def _refuse_size(self, wanted: m.SnapshotWanted, replica: Replica) -> None:
-        if wanted.epoch != self._epoch:
-            return
-        self._tell_leader(
-            m.Failed(
-                reason=f"the replica of slot {self._slot} has {replica.num_bytes} bytes, the model "
-                f"built here takes {self._arena.payload_bytes}",
-                exit_code=4,
-            )
-        )
-
-    def _stage_restored(self) -> None:
-        """Training resumes: stage the restored iteration anew. A holder that has it says so, a
-        new one gets it."""
-        if self._plan is None or self._plan.restore is None:
-            return
-        buffer = self._arena.find(self._plan.restore)
-        assert buffer is not None
-        self._replicate(self._plan.restore, buffer)
-
-    # Replication
-
-    def _replicate(self, iteration: Iteration, buffer: int) -> None:
-        previous = self._replication
-        self._replication = self._start(self._put(self._epoch, iteration, buffer, previous))
-
-    async def _put(
-        self,
-        epoch: Epoch,
-        iteration: Iteration,
-        buffer: int,
-        previous: asyncio.Task[None] | None,
-    ) -> None:
-        if previous is not None and not previous.done():
-            await asyncio.wait([previous])
-        assert self._plan is not None and self._slot is not None
-        holder = self._plan.slots[self._plan.holders[self._slot]]
-
-        async def halfway() -> None:
-            self._injector.fire(iteration, InjectionPhase.REPLICATE)
-
-        channel: Channel | None = None
-        while epoch == self._epoch:
-            try:
-                channel = await Channel.connect(holder)
-                await put_replica(
-                    channel,
-                    token=self._environment.token,
-                    slot=self._slot,
-                    epoch=epoch,
-                    iteration=iteration,
-                    payload=self._arena.payload(buffer),
-                    halfway=halfway,
-                )
-                break
-            except (WireError, ReplicaRefused) as error:
-                logger.info(
-                    "epoch %d slot %d iteration %d: replica not staged (%s); trying again",
-                    epoch,
-                    self._slot,
-                    iteration,
-                    error,
-                )
-                await asyncio.sleep(_RETRY_S)
-            finally:
-                if channel is not None:
-                    channel.close()
-        if epoch == self._epoch:
-            self._tell_leader(m.Staged(epoch=epoch, iteration=iteration))

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import time
+from collections.abc import Sequence
 from typing import Any
 
-from deadpool import messages as m
-from deadpool.protocol.types import Node, Phase, Plan
+from deadpool.injection import append_json_line
+from deadpool.protocol import events as e
+from deadpool.protocol import messages as m
+from deadpool.protocol.types import Node, Phase
 
 STAGES = ("detect", "abort", "agree", "setup", "regroup", "restore", "verify", "first_step")
 """detect: death to announcement. abort: until every survivor stands outside its collectives.
@@ -18,7 +24,7 @@ overlap."""
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class SwapReport:
-    """Collected by the coordinator from its clock and the members' `Ready` and `FirstStep`.
+    """Collected by the leader from its clock and the members' `Ready` and `FirstStep`.
 
     Times are of time.monotonic, in seconds.
     """
@@ -43,14 +49,12 @@ class SwapReport:
         self.seconds["detect"] = self.announced_at - (self.killed_at or self.lost_at)
         self._entered_at = self.announced_at
 
-    def take_plan(self, plan: Plan) -> None:
-        self.spares_used = sorted({plan.slots[slot].node for slot in plan.replaced})
-        self.restored_iteration = plan.restore
-
-    def enter(self, phase: Phase, now: float) -> None:
-        if phase is Phase.REGROUPING:
+    def enter(self, action: e.EnterPhase, now: float) -> None:
+        if action.phase is Phase.REGROUPING:
+            self.spares_used = list(action.spares_used)
+            self.restored_iteration = action.restore
             self.seconds["abort"] = now - self._entered_at
-        elif phase is Phase.TRAINING:
+        elif action.phase is Phase.TRAINING:
             # Members' stages fill the phase; what remains is news travelling.
             inside = sum(self.seconds.get(s, 0.0) for s in ("regroup", "restore", "verify"))
             self.seconds["agree"] = max(0.0, now - self._entered_at - inside)
@@ -101,3 +105,66 @@ class SwapReport:
             "num_bytes": self.num_bytes,
             "gigabytes_per_s": self.gigabytes_per_s,
         }
+
+
+class SwapReporter:
+    """Follows the swaps that this guardian leads; prints and writes each once it is complete.
+
+    log_dir: where events.jsonl is, or None. injects: faults are caused there on purpose.
+    """
+
+    def __init__(self, log_dir: str | None, injects: bool, world_size: int) -> None:
+        self._log_dir = log_dir
+        self._injects = injects
+        self._world_size = world_size
+        self._lost_at: float | None = None
+        self._report: SwapReport | None = None
+
+    def see(self, event: e.Event) -> None:
+        """Before the core takes it: the first news of a loss that leads to a swap starts the
+        clock."""
+        lost = isinstance(event, e.FollowerGone | e.LeaderGone | e.Dead) or (
+            isinstance(event, e.FromFollower) and isinstance(event.message, m.TrainerLost)
+        )
+        if lost and self._report is None:
+            self._lost_at = time.monotonic()
+
+    def enter(self, action: e.EnterPhase) -> None:
+        now = time.monotonic()
+        if action.phase is Phase.ABORTING and action.nodes_lost:
+            self._report = SwapReport(
+                epoch=action.epoch,
+                nodes_lost=list(action.nodes_lost),
+                lost_at=self._report.lost_at if self._report else self._lost_at or now,
+                announced_at=now,
+                killed_at=self._injected_kill(action.nodes_lost),
+            )
+        elif self._report is not None:
+            self._report.enter(action, now)
+
+    def observe(self, message: m.Upstream) -> None:
+        report = self._report
+        if report is None:
+            return
+        if isinstance(message, m.Ready):
+            report.take_ready(message)
+        elif isinstance(message, m.FirstStep) and message.epoch == report.epoch:
+            report.take_first_step(message)
+            if report.num_first_steps == self._world_size:
+                self._report = None
+                print(report.line(), flush=True)
+                if self._log_dir is not None:
+                    path = os.path.join(self._log_dir, "events.jsonl")
+                    append_json_line(path, report.record())
+
+    def _injected_kill(self, nodes_lost: Sequence[Node]) -> float | None:
+        """When the last injected fault struck, by the clock that all processes of one machine
+        share; None for a fault of another origin."""
+        if self._log_dir is None or not self._injects:
+            return None
+        try:
+            with open(os.path.join(self._log_dir, "injections.jsonl")) as file:
+                last = json.loads(file.readlines()[-1])
+        except (OSError, IndexError):
+            return None
+        return float(last["monotonic_s"]) if last["node"] in nodes_lost else None
