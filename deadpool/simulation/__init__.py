@@ -1,0 +1,1 @@
+"""Real cores in a modelled world: searched whole when small, sampled by seed when not."""
