@@ -117,55 +117,65 @@ def _buffer_bytes(payload_bytes: int) -> int:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Replica:
-    """One snapshot kept for another slot."""
+    """Memory for one snapshot of another node's slot."""
 
     memory: mmap.mmap
     num_bytes: int
-    iteration: Iteration | None = None
-    """None while bytes are coming in, or when they were refused."""
-    checksum: int = 0
+    checksum: int | None = None
+    """XXH3 of the bytes; None while they come in."""
+
+    @classmethod
+    def allocate(cls, num_bytes: int) -> Replica:
+        """Page-aligned; pages take room once they are written. Raises OSError for what cannot be
+        had."""
+        if num_bytes < 0:
+            raise OSError(f"{num_bytes} bytes")
+        try:
+            memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OverflowError as error:
+            raise OSError(f"{num_bytes} bytes: {error}") from error
+        return cls(memory=memory, num_bytes=num_bytes)
 
     @property
     def view(self) -> memoryview:
+        """[num_bytes] uint8, writable."""
         return memoryview(self.memory)[: self.num_bytes]
 
 
 class ReplicaShelf:
-    """Replicas in a guardian's memory: two buffers for each slot it holds."""
+    """Memory for the replicas of other slots, by slot and buffer. What lies in it, and what may
+    be overwritten, is decided elsewhere."""
 
     def __init__(self) -> None:
-        self._shelves: dict[Slot, list[Replica]] = {}
+        self._replicas: dict[tuple[Slot, int], Replica] = {}
 
-    def holdings(self) -> frozenset[tuple[Slot, Iteration]]:
-        return frozenset(
-            (slot, replica.iteration)
-            for slot, replicas in self._shelves.items()
-            for replica in replicas
-            if replica.iteration is not None
-        )
+    def memory(self, slot: Slot, buffer: int, num_bytes: int) -> memoryview:
+        """[num_bytes] uint8 to receive into; its content and checksum count as lost. Allocated
+        where it is new or has another size. Raises OSError where there is no room for it."""
+        replica = self._replicas.get((slot, buffer))
+        if replica is None or replica.num_bytes != num_bytes:
+            # Freed first: two of a size that fits once would not fit.
+            replica = None
+            self._replicas.pop((slot, buffer), None)
+            replica = self._replicas[slot, buffer] = Replica.allocate(num_bytes)
+        replica.checksum = None
+        return replica.view
 
-    def find(self, slot: Slot, iteration: Iteration) -> Replica | None:
-        return next((r for r in self._shelves.get(slot, []) if r.iteration == iteration), None)
+    def seal(self, slot: Slot, buffer: int, checksum: int) -> None:
+        """The bytes are all there."""
+        self._replicas[slot, buffer].checksum = checksum
 
-    def open_buffer(self, slot: Slot, num_bytes: int) -> Replica:
-        """A buffer to receive into: the one with the older iteration, now invalid. The newest is
-        kept whatever comes in."""
-        shelf = self._shelves.setdefault(slot, [])
-        if any(replica.num_bytes != num_bytes for replica in shelf):
-            shelf.clear()
-        if len(shelf) < NUM_BUFFERS:
-            shelf.append(Replica(memory=mmap.mmap(-1, max(num_bytes, 1)), num_bytes=num_bytes))
-            return shelf[-1]
-        oldest = min(shelf, key=lambda r: -1 if r.iteration is None else r.iteration)
-        oldest.iteration = None
-        return oldest
+    def view(self, slot: Slot, buffer: int) -> memoryview:
+        """[num_bytes] uint8. Raises KeyError where nothing ever came in."""
+        return self._replicas[slot, buffer].view
 
-    def invalidate_after(self, iteration: Iteration) -> None:
-        for replicas in self._shelves.values():
-            for replica in replicas:
-                if replica.iteration is not None and replica.iteration > iteration:
-                    replica.iteration = None
+    def checksum(self, slot: Slot, buffer: int) -> int:
+        """XXH3 of the bytes as they came in. Raises KeyError where they have not, or not all."""
+        checksum = self._replicas[slot, buffer].checksum
+        if checksum is None:
+            raise KeyError((slot, buffer))
+        return checksum
 
     @property
     def num_bytes(self) -> int:
-        return sum(r.num_bytes for replicas in self._shelves.values() for r in replicas)
+        return sum(replica.num_bytes for replica in self._replicas.values())

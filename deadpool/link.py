@@ -51,12 +51,12 @@ class GuardianLink:
         self._thread = threading.Thread(target=self._watch, name="deadpool-link", daemon=True)
         self.epoch = Epoch(0)
         """The epoch that the main thread works in."""
-        self._abort: m.Abort | None = None
+        self._abort: m.EnterEpoch | None = None
         self._plan: m.PlanForSlot | None = None
         self._resumed = Epoch(0)
         self._committed: tuple[Epoch, Iteration] = (Epoch(0), Iteration(-1))
         self._snapshot: m.SnapshotHere | None = None
-        self._end: m.End | None = None
+        self._end: m.TrainerEnd | None = None
         self._closing = False
 
     def start(self) -> None:
@@ -81,9 +81,9 @@ class GuardianLink:
                 if self._closing:
                     return
                 os._exit(EXIT_GUARDIAN_LOST)
-            if isinstance(message, m.Abort):
+            if isinstance(message, m.EnterEpoch):
                 self._on_abort(message.epoch)
-            if isinstance(message, m.End) and message.exit_code != 0:
+            if isinstance(message, m.TrainerEnd) and message.exit_code != 0:
                 # The job has failed elsewhere; the main thread may be deep in compute.
                 sys.stdout.flush()
                 sys.stderr.flush()
@@ -92,9 +92,9 @@ class GuardianLink:
                 self._note(message)
                 self._changed.notify_all()
 
-    def _note(self, message: m.AnyMessage) -> None:
+    def _note(self, message: m.Message) -> None:
         match message:
-            case m.Abort():
+            case m.EnterEpoch():
                 self._abort = message
             case m.PlanForSlot():
                 self._plan = message
@@ -104,7 +104,7 @@ class GuardianLink:
                 self._committed = (message.epoch, message.iteration)
             case m.SnapshotHere():
                 self._snapshot = message
-            case m.End():
+            case m.TrainerEnd():
                 self._end = message
             case _:
                 raise AssertionError(f"{type(message).__name__} from the guardian")
@@ -129,11 +129,11 @@ class GuardianLink:
         if self._abort is not None and self._abort.epoch > self.epoch:
             raise EpochEnded(self._abort.epoch)
 
-    def wait_abort(self, timeout_s: float | None) -> m.Abort | None:
+    def wait_abort(self, timeout_s: float | None) -> m.EnterEpoch | None:
         """The newest epoch after the current one; None when none is announced in time. Raises
         JobEnded when the job ends first."""
 
-        def look() -> m.Abort | None:
+        def look() -> m.EnterEpoch | None:
             if self._abort is not None and self._abort.epoch > self.epoch:
                 return self._abort
             if self._end is not None:

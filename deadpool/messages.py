@@ -1,139 +1,97 @@
 """What travels between processes: typed, size-bounded, MessagePack by msgspec; never pickle.
 
-Guardian and leader talk over TCP, trainer and guardian over a socket pair, guardians among
-themselves over TCP (replicas: a header here, then raw bytes).
+Guardians tell each other the protocol's messages, which are plain dataclasses and travel as they
+are. Beside them, here: the greeting, what trainer and guardian say over their socket pair, and the
+headers of replicas. A frame is the length of what follows (4 bytes, little endian), the type (1
+byte, the index in `TYPES`), and the fields.
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 import msgspec
 
-from deadpool.protocol.types import Epoch, Holdings, Iteration, MemberId, Plan, Slot
+from deadpool.protocol.messages import (
+    Abort,
+    Aborted,
+    Accepted,
+    Committed,
+    Downstream,
+    Drain,
+    DrainWanted,
+    Ended,
+    EndNoted,
+    EndWanted,
+    Failed,
+    Fenced,
+    Finished,
+    FirstStep,
+    Heartbeat,
+    Install,
+    Join,
+    Leave,
+    NotLeader,
+    Propose,
+    Ready,
+    RegroupFailed,
+    Resume,
+    RosterIs,
+    RosterWanted,
+    Staged,
+    Support,
+    TrainerLost,
+    Upstream,
+    Welcome,
+)
+from deadpool.protocol.types import Epoch, Iteration, Member, Plan, Slot
 
 MAX_MESSAGE_BYTES = 64 << 20
-"""A plan for 10,000 slots is about 1 MB."""
+"""Type and fields of one message. A plan for 10,000 slots is about 1 MB."""
+
+MAX_HELLO_BYTES = 4 << 10
+"""The same, for the first message of a connection."""
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """Base of everything sent."""
+class WireError(ConnectionError):
+    """The peer is gone or speaks something else; the connection is of no more use."""
 
 
-# Guardian to leader
+# Both ways, first on a connection between guardians
 
 
-class Hello(Message):
-    """First on a connection. `token` proves that the guardian belongs to this job."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """Who speaks, once both sides have proved that they are of the job."""
 
-    token: str
-    node: int
-    local_rank: int
-    host: str
-    data_port: int
+    member: Member
 
 
-class Aborted(Message):
-    epoch: Epoch
-    store_port: int
-    holdings: Holdings
+# Trainer to guardian, besides Ready, RegroupFailed, FirstStep, Finished and Failed
 
 
-class Ready(Message):
-    """`seconds` by stage, `num_bytes` brought from other nodes, by this member."""
-
-    epoch: Epoch
-    seconds: dict[str, float]
-    num_bytes: int
-    iterations_rerun: int
-
-
-class RegroupFailed(Message):
-    epoch: Epoch
-    reason: str
-
-
-class Staged(Message):
-    epoch: Epoch
-    iteration: Iteration
-
-
-class FirstStep(Message):
-    """The first iteration after a recovery is complete."""
-
-    epoch: Epoch
-    iteration: Iteration
-    seconds: float
-
-
-class Finished(Message):
-    epoch: Epoch
-
-
-class Failed(Message):
-    reason: str
-    exit_code: int
-
-
-class TrainerLost(Message):
-    """The trainer process ended by a signal: its node counts as lost."""
-
-    reason: str
-
-
-# Leader to guardian
-
-
-class Welcome(Message):
-    member: MemberId
-
-
-class Abort(Message):
-    epoch: Epoch
-    opens_store: bool
-
-
-class NewPlan(Message):
-    plan: Plan
-
-
-class Resume(Message):
-    epoch: Epoch
-
-
-class Committed(Message):
-    epoch: Epoch
-    iteration: Iteration
-
-
-class Drain(Message):
-    """The job was asked to end: pass SIGTERM on to the trainer, which saves and finishes."""
-
-
-class End(Message):
-    exit_code: int
-    reason: str
-
-
-# Trainer to guardian (besides Aborted with empty holdings, Ready, RegroupFailed, ...)
-
-
-class TrainerUp(Message):
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerUp:
     """Everything is imported; a slot may be given."""
 
 
-class ArenaLayout(Message):
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaLayout:
     """The trainer has given the arena memory its size."""
 
     payload_bytes: int
 
 
-class SnapshotWanted(Message):
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotWanted:
     """Answered by SnapshotHere once the snapshot lies in the arena."""
 
     epoch: Epoch
     iteration: Iteration
 
 
-class Captured(Message):
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
     """Buffer `buffer` holds the whole snapshot of `iteration`."""
 
     epoch: Epoch
@@ -141,15 +99,37 @@ class Captured(Message):
     buffer: int
 
 
-# Guardian to trainer (besides Abort, Resume, Committed, End)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerAborted:
+    """Answers EnterEpoch: the trainer stands outside every collective of earlier epochs.
+
+    store_port: of its fresh rendezvous store; 0 where none was asked for.
+    """
+
+    epoch: Epoch
+    store_port: int
 
 
-class PlanForSlot(Message):
+# Guardian to trainer, besides Resume and Committed
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EnterEpoch:
+    """Leave the collectives of earlier epochs; open a rendezvous store where told to."""
+
+    epoch: Epoch
+    opens_store: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlanForSlot:
     plan: Plan
     slot: Slot
+    """This trainer's."""
 
 
-class SnapshotHere(Message):
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotHere:
     """The snapshot of a replaced slot has come into this node's arena."""
 
     epoch: Epoch
@@ -159,13 +139,21 @@ class SnapshotHere(Message):
     seconds: float
 
 
-# Guardian to guardian
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerEnd:
+    """The job is over. `reason` is empty when training completed."""
+
+    exit_code: int
+    reason: str
 
 
-class Offer(Message):
+# Guardian to guardian, on a data connection
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
     """Keep this replica. Answered by `Answer`; the bytes follow only when it says so."""
 
-    token: str
     slot: Slot
     epoch: Epoch
     iteration: Iteration
@@ -173,17 +161,19 @@ class Offer(Message):
     checksum: int
 
 
-class Pull(Message):
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pull:
     """Give me the replica of `slot` at `iteration`."""
 
-    token: str
     slot: Slot
+    epoch: Epoch
     iteration: Iteration
 
 
-class Answer(Message):
-    """`wants_bytes` answers an offer. With `num_bytes` > 0 (answer to a pull) the bytes follow.
-    `refusal` says why not, otherwise empty."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """`wants_bytes` answers an offer. An answer to a pull has the bytes' number and checksum, and
+    the bytes follow. `refusal` says why not, otherwise empty."""
 
     wants_bytes: bool = False
     num_bytes: int = 0
@@ -191,45 +181,46 @@ class Answer(Message):
     refusal: str = ""
 
 
-AnyMessage = (
-    Hello
-    | Aborted
-    | Ready
-    | RegroupFailed
-    | Staged
-    | FirstStep
-    | Finished
-    | Failed
-    | TrainerLost
-    | Welcome
-    | Abort
-    | NewPlan
-    | Resume
-    | Committed
-    | Drain
-    | End
-    | TrainerUp
-    | ArenaLayout
-    | SnapshotWanted
-    | Captured
-    | PlanForSlot
-    | SnapshotHere
-    | Offer
-    | Pull
-    | Answer
-)
+Message = (
+    Hello | Upstream | Downstream
+    | TrainerUp | ArenaLayout | SnapshotWanted | Captured | TrainerAborted
+    | EnterEpoch | PlanForSlot | SnapshotHere | TrainerEnd
+    | Offer | Pull | Answer
+)  # fmt: skip
+
+TYPES: tuple[type, ...] = (
+    Hello, Heartbeat,
+    Join, Support, Aborted, RosterIs, Accepted, Ready, RegroupFailed, Staged, FirstStep, Finished,
+    Failed, TrainerLost, EndWanted, DrainWanted, EndNoted,
+    Welcome, NotLeader, Abort, RosterWanted, Propose, Resume, Install, Committed, Drain, Ended,
+    Leave, Fenced,
+    TrainerUp, ArenaLayout, SnapshotWanted, Captured, TrainerAborted,
+    EnterEpoch, PlanForSlot, SnapshotHere, TrainerEnd,
+    Offer, Pull, Answer,
+)  # fmt: skip
+"""Indexed by the type byte."""
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(AnyMessage)
+_decoders: tuple[msgspec.msgpack.Decoder[Message], ...] = tuple(
+    msgspec.msgpack.Decoder(kind) for kind in TYPES
+)
+_type_bytes = {kind: bytes([index]) for index, kind in enumerate(TYPES)}
 
 
 def encode(message: Message) -> bytes:
-    """Length (4 bytes, little endian) and body."""
-    body = _encoder.encode(message)
-    assert len(body) <= MAX_MESSAGE_BYTES, f"{type(message).__name__}: {len(body)} bytes"
-    return len(body).to_bytes(4, "little") + body
+    """The whole frame."""
+    fields = _encoder.encode(message)
+    length = 1 + len(fields)
+    assert length <= MAX_MESSAGE_BYTES, f"{type(message).__name__}: {length} bytes"
+    return length.to_bytes(4, "little") + _type_bytes[type(message)] + fields
 
 
-def decode(body: bytes) -> AnyMessage:
-    """Raises msgspec.DecodeError or msgspec.ValidationError for what is no message."""
-    return _decoder.decode(body)
+def decode(body: bytes | bytearray) -> Message:
+    """`body`: a frame without its length. Raises WireError for an unknown type, and
+    msgspec.DecodeError, msgspec.ValidationError or RecursionError for fields that are not its.
+
+    Fields that the type does not have are ignored.
+    """
+    if not body or body[0] >= len(_decoders):
+        raise WireError(f"unknown message type {body[0] if body else None}")
+    return _decoders[body[0]].decode(memoryview(body)[1:])

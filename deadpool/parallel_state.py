@@ -18,10 +18,7 @@ from megatron.core.parallel_state import *  # noqa: F403
 from deadpool import messages as m
 from deadpool.groups import GroupRegistry
 from deadpool.link import EpochEnded, GuardianLink, JobEnded
-from deadpool.protocol.types import Epoch, Holdings, Plan, Slot
-
-_NO_HOLDINGS = Holdings(own=frozenset(), replicas=frozenset())
-"""The guardian fills in what its memory holds."""
+from deadpool.protocol.types import Epoch, Plan, Slot
 
 
 @dataclasses.dataclass(slots=True)
@@ -57,7 +54,7 @@ def register_spare() -> bool:
     """
     state = _attached()
     state.link.send(m.TrainerUp())
-    abort: m.Abort | None = None
+    abort: m.EnterEpoch | None = None
     while True:
         try:
             abort = abort or state.link.wait_abort(None)
@@ -109,7 +106,7 @@ def create_groups(create: Callable[..., None], world_size: int) -> None:
         create(store=dist.HashStore(), rank=int(get_slot()), world_size=world_size)
 
 
-def acknowledge(abort: m.Abort) -> None:
+def acknowledge(abort: m.EnterEpoch) -> None:
     """Enter the announced epoch: this process stands outside every collective."""
     state = _attached()
     state.link.epoch = abort.epoch
@@ -118,7 +115,7 @@ def acknowledge(abort: m.Abort) -> None:
     if abort.opens_store:
         state.store = dist.TCPStore(state.host, 0, is_master=True, wait_for_workers=False)
     port = state.store.port if state.store is not None else 0
-    state.link.send(m.Aborted(epoch=abort.epoch, store_port=port, holdings=_NO_HOLDINGS))
+    state.link.send(m.TrainerAborted(epoch=abort.epoch, store_port=port))
 
 
 def adopt_plan() -> Plan:
@@ -143,9 +140,9 @@ def reconstruct_groups(build_timeout_s: float) -> None:
     def connect_store() -> dist.TCPStore:
         if own_store is not None:
             return own_store
-        host = plan.slots[plan.store_slot].host
+        host = plan.slots[plan.restart.store_slot].host
         timeout = timedelta(seconds=build_timeout_s)
-        return dist.TCPStore(host, plan.store_port, is_master=False, timeout=timeout)
+        return dist.TCPStore(host, plan.restart.store_port, is_master=False, timeout=timeout)
 
     state.registry.build(
         epoch=plan.epoch,

@@ -1,4 +1,4 @@
-"""Length-framed messages over asyncio streams and over blocking sockets."""
+"""Length-framed messages over asyncio streams, blocking sockets, and bytes as they come."""
 
 from __future__ import annotations
 
@@ -8,34 +8,71 @@ import threading
 
 import msgspec
 
-from deadpool.messages import MAX_MESSAGE_BYTES, AnyMessage, Message, decode, encode
+from deadpool.messages import MAX_MESSAGE_BYTES, Message, WireError, decode, encode
+
+_KEEPALIVE = (
+    (socket.TCP_KEEPIDLE, 10),
+    (socket.TCP_KEEPINTVL, 5),
+    (socket.TCP_KEEPCNT, 3),
+)
+"""Seconds of silence, seconds between probes, probes: a host that vanished is found in 25 s."""
 
 
-class WireError(ConnectionError):
-    """The peer is gone or speaks something else; the connection is of no more use."""
-
-
-def checked_length(header: bytes) -> int:
-    """Body length from a frame's 4-byte header. Raises WireError over MAX_MESSAGE_BYTES."""
+def checked_length(header: bytes | bytearray, max_bytes: int = MAX_MESSAGE_BYTES) -> int:
+    """Body length from a frame's 4-byte header. Raises WireError over `max_bytes`."""
     length = int.from_bytes(header, "little")
-    if length > MAX_MESSAGE_BYTES:
-        raise WireError(f"a message of {length} bytes, at most {MAX_MESSAGE_BYTES} are taken")
+    if length > max_bytes:
+        raise WireError(f"a message of {length} bytes, at most {max_bytes} are taken")
     return length
 
 
-def parse_message(body: bytes) -> AnyMessage:
+def parse_message(body: bytes | bytearray) -> Message:
     """Raises WireError for what is no message."""
     try:
         return decode(body)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise WireError(f"not a message of this protocol: {error}") from error
 
 
-async def read_message(reader: asyncio.StreamReader) -> AnyMessage:
+class FrameParser:
+    """Frames from bytes that come in pieces; time is linear in the bytes however they are cut.
+
+    max_bytes: of a body; the next `pop` goes by it.
+    """
+
+    __slots__ = ("_buffer", "_start", "max_bytes")
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._buffer = bytearray()
+        self._start = 0
+
+    def push(self, data: bytes) -> None:
+        if self._start:
+            del self._buffer[: self._start]
+            self._start = 0
+        self._buffer += data
+
+    def pop(self) -> bytearray | None:
+        """The next body; None until it is whole. Raises WireError for one that is too long, as
+        soon as its length is known."""
+        begin = self._start + 4
+        if len(self._buffer) < begin:
+            return None
+        end = begin + checked_length(self._buffer[self._start : begin], self.max_bytes)
+        if len(self._buffer) < end:
+            return None
+        self._start = end
+        return self._buffer[begin:end]
+
+
+async def read_message(reader: asyncio.StreamReader) -> Message:
     """The next message. Raises WireError at the end of the stream or for a malformed one."""
     try:
         header = await reader.readexactly(4)
         body = await reader.readexactly(checked_length(header))
+    except WireError:
+        raise
     except (asyncio.IncompleteReadError, OSError) as error:
         raise WireError("the connection ended") from error
     return parse_message(body)
@@ -66,7 +103,7 @@ class BlockingLink:
         except OSError as error:
             raise WireError("the connection ended") from error
 
-    def receive(self) -> AnyMessage:
+    def receive(self) -> Message:
         """Block for the next message. Raises WireError at the end of the stream."""
         header = self._receive_exactly(4)
         return parse_message(self._receive_exactly(checked_length(header)))
@@ -91,3 +128,22 @@ class BlockingLink:
         except OSError:
             pass  # The peer closed first.
         self._socket.close()
+
+
+def tune(sock: socket.socket, *, unread_timeout_s: float | None = None) -> None:
+    """TCP options of a connection between guardians: no delay, keepalive.
+
+    unread_timeout_s: how long sent bytes may stay unacknowledged, or the peer's window closed.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    if unread_timeout_s is not None:
+        timeout_ms = int(unread_timeout_s * 1000)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Of an address; a name counts as IPv4."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -74,7 +74,7 @@ class DeadpoolHooks:
         os.environ["RANK"] = str(slot)
         os.environ["WORLD_SIZE"] = str(self._environment.world_size)
         os.environ["LOCAL_RANK"] = str(self._environment.local_rank)
-        self._is_replacement = parallel_state.get_plan().restore is not None
+        self._is_replacement = parallel_state.get_plan().restart.restore is not None
         return True
 
     def create_process_groups(self, args: Any, create: Callable[..., None]) -> None:
@@ -239,12 +239,13 @@ class DeadpoolHooks:
 
     def _enter_epoch(self, trainer: Any) -> None:
         plan = parallel_state.adopt_plan()
-        assert plan.restore is not None and self._snapshots is not None
+        restore = plan.restart.restore
+        assert restore is not None and self._snapshots is not None
         started = time.monotonic()
         parallel_state.reconstruct_groups(self._config.build_timeout_s)
         regrouped = time.monotonic()
         trainer.discard_partial_iteration()
-        here = self._load(plan.restore)
+        here = self._load(restore)
         metadata = self._snapshots.load_rest(here.buffer)
         trainer.state = TrainState.from_dict(metadata["state"])
         trainer.scheduler.num_steps = 0  # load_state_dict adds to it (megatron-core 0.16.1).
@@ -253,8 +254,8 @@ class DeadpoolHooks:
         restored = time.monotonic()
         verify_parameters(trainer.model)
         verified = time.monotonic()
-        rerun = max(0, self._completed - plan.restore)
-        self._live = self._completed = plan.restore
+        rerun = max(0, self._completed - restore)
+        self._live = self._completed = restore
         seconds = {
             "regroup": regrouped - started,
             "restore": restored - regrouped,

@@ -116,66 +116,45 @@ def test_checksum_changes_with_any_flipped_bit(content: bytes, data: st.DataObje
 # The shelf
 
 
-def keep(shelf: ReplicaShelf, slot: int, iteration: int, num_bytes: int = 100) -> None:
-    replica = shelf.open_buffer(Slot(slot), num_bytes)
-    replica.view[:] = bytes([iteration]) * num_bytes
-    replica.iteration = Iteration(iteration)
-
-
-def test_shelf_opened_buffer_counts_only_once_it_is_labelled() -> None:
+def test_shelf_memory_keeps_its_place_while_the_size_stays() -> None:
     shelf = ReplicaShelf()
-    replica = shelf.open_buffer(SLOT, 100)
-    assert shelf.holdings() == frozenset()
-    replica.iteration = Iteration(1)
-    assert shelf.holdings() == {(SLOT, 1)}
+    shelf.memory(SLOT, 0, 100)[:] = b"a" * 100
+    shelf.memory(SLOT, 1, 100)[:] = b"b" * 100
+    assert bytes(shelf.memory(SLOT, 0, 100)) == b"a" * 100
+    assert bytes(shelf.view(SLOT, 1)) == b"b" * 100
+    assert shelf.num_bytes == 200
 
 
-def test_shelf_opening_a_third_buffer_gives_up_the_oldest() -> None:
+def test_shelf_memory_of_another_size_is_fresh_and_leaves_other_buffers() -> None:
     shelf = ReplicaShelf()
-    keep(shelf, 2, 8)
-    keep(shelf, 2, 7)
-    shelf.open_buffer(SLOT, 100)
-    assert shelf.holdings() == {(SLOT, 8)}
+    old = shelf.memory(SLOT, 0, 100)
+    old[:] = b"a" * 100
+    shelf.memory(Slot(1), 0, 100)[:] = b"b" * 100
+    assert bytes(shelf.memory(SLOT, 0, 50)) == bytes(50)
+    assert len(shelf.view(SLOT, 0)) == 50 and bytes(shelf.view(Slot(1), 0)) == b"b" * 100
+    assert bytes(old) == b"a" * 100  # Somebody may still be sending it.
+    assert shelf.num_bytes == 150
 
 
-def test_shelf_opening_again_takes_the_invalid_buffer_and_keeps_the_newest() -> None:
+def test_shelf_checksum_is_known_from_seal_until_the_memory_is_asked_for_again() -> None:
     shelf = ReplicaShelf()
-    keep(shelf, 2, 7)
-    keep(shelf, 2, 8)
-    for _ in range(3):
-        shelf.open_buffer(SLOT, 100)
-    assert shelf.holdings() == {(SLOT, 8)}
+    with pytest.raises(KeyError):
+        shelf.checksum(SLOT, 0)
+    shelf.memory(SLOT, 0, 100)
+    with pytest.raises(KeyError):
+        shelf.checksum(SLOT, 0)
+    shelf.seal(SLOT, 0, 1 << 63)
+    assert shelf.checksum(SLOT, 0) == 1 << 63
+    shelf.memory(SLOT, 0, 100)
+    with pytest.raises(KeyError):
+        shelf.checksum(SLOT, 0)
 
 
-def test_shelf_invalidate_after_forgets_newer_of_every_slot() -> None:
+@pytest.mark.parametrize("num_bytes", [-1, 1 << 62, 1 << 70])
+def test_shelf_memory_that_cannot_be_had_raises_os_error_and_leaves_nothing(num_bytes: int) -> None:
     shelf = ReplicaShelf()
-    for slot in (1, 2):
-        keep(shelf, slot, 7)
-        keep(shelf, slot, 8)
-    shelf.invalidate_after(Iteration(7))
-    assert shelf.holdings() == {(1, 7), (2, 7)}
-
-
-def test_shelf_of_another_size_starts_afresh() -> None:
-    shelf = ReplicaShelf()
-    keep(shelf, 2, 7)
-    keep(shelf, 2, 8, num_bytes=50)
-    assert shelf.holdings() == {(SLOT, 8)} and shelf.num_bytes == 50
-
-
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=30))
-def test_shelf_whatever_comes_keeps_two_buffers_and_the_last_put(iterations: list[int]) -> None:
-    shelf = ReplicaShelf()
-    for iteration in iterations:
-        held = {i for _, i in shelf.holdings()}
-        if iteration in held:
-            continue
-        keep(shelf, 2, iteration)
-        now = {i for _, i in shelf.holdings()}
-        assert iteration in now and len(now) <= NUM_BUFFERS and now <= held | {iteration}
-        if held:
-            assert max(held) in now
-        for i in now:
-            found = shelf.find(SLOT, Iteration(i))
-            assert found is not None and bytes(found.view) == bytes([i]) * 100
-    assert shelf.num_bytes <= NUM_BUFFERS * 100
+    shelf.memory(SLOT, 0, 100)
+    with pytest.raises(OSError):
+        shelf.memory(SLOT, 0, num_bytes)
+    assert shelf.num_bytes == 0
+    assert len(shelf.memory(SLOT, 0, 0)) == 0

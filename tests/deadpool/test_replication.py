@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
-from deadpool.arena import ReplicaShelf, checksum
-from deadpool.messages import Answer, Offer, Pull
+from deadpool import messages as m
+from deadpool.arena import NUM_BUFFERS, ReplicaShelf, checksum
+from deadpool.handshake import MAX_IN_HANDSHAKE
+from deadpool.messages import Answer, Offer
+from deadpool.protocol.events import AnswerOffer, AnswerPull, Asked, Offered, Received
 from deadpool.protocol.types import Epoch, Iteration, Member, MemberId, Node, Slot
 from deadpool.replication import (
     Channel,
@@ -22,85 +25,127 @@ from deadpool.replication import (
 )
 from deadpool.wire import WireError
 
-TOKEN = "the job's"
+TOKEN = b"the job's"
 SLOT = Slot(3)
 BOUND_S = 60.0
 """Of a whole test: only a hang takes so long."""
 
 
 class Host:
-    """A guardian's shelf behind a replica server, with an epoch that tests set."""
+    """A guardian's shelf behind a replica server, with an epoch that tests set and decisions like
+    the core's: two buffers, the newest kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, handshake_timeout_s: float = 30.0) -> None:
         self.shelf = ReplicaShelf()
         self.epoch = Epoch(1)
+        self.held: dict[tuple[Slot, int], tuple[int, int, int]] = {}
+        """Iteration, num_bytes and checksum by slot and buffer."""
+        self.asked_with: list[Offered | Received | Asked] = []
         self.server = ReplicaServer(
             shelf=self.shelf,
             token=TOKEN,
             host="127.0.0.1",
-            current_epoch=lambda: self.epoch,
+            offered=self.offered,
+            received=self.received,
+            asked=self.asked,
+            handshake_timeout_s=handshake_timeout_s,
         )
         self.member = Member(
             member=MemberId(1),
             node=Node(1),
             local_rank=0,
             host="127.0.0.1",
+            control_port=1,
             data_port=self.server.port,
         )
 
+    def offered(self, event: Offered) -> AnswerOffer:
+        self.asked_with.append(event)
+        if event.epoch != self.epoch:
+            return AnswerOffer(buffer=None, refusal=f"epoch {event.epoch}, now is {self.epoch}")
+        if (event.iteration, event.num_bytes, event.checksum) in self.held.values():
+            return AnswerOffer(buffer=None, refusal="")
+        keys = [(event.slot, buffer) for buffer in range(NUM_BUFFERS)]
+        key = min(keys, key=lambda key: self.held.get(key, (-1,))[0])
+        self.held.pop(key, None)
+        return AnswerOffer(buffer=key[1], refusal="")
+
+    def received(self, event: Received) -> AnswerOffer:
+        self.asked_with.append(event)
+        if event.epoch != self.epoch:
+            return AnswerOffer(buffer=None, refusal=f"epoch {event.epoch} has passed")
+        if event.checksum != event.announced:
+            return AnswerOffer(buffer=None, refusal="checksum")
+        self.held[event.slot, event.buffer] = (event.iteration, event.num_bytes, event.checksum)
+        return AnswerOffer(buffer=None, refusal="")
+
+    def asked(self, event: Asked) -> AnswerPull:
+        self.asked_with.append(event)
+        for (slot, buffer), (iteration, _, _) in self.held.items():
+            if (slot, iteration, event.epoch) == (event.slot, event.iteration, self.epoch):
+                return AnswerPull(buffer=buffer, refusal="")
+        return AnswerPull(buffer=None, refusal=f"no iteration {event.iteration} here")
+
     def holds(self) -> set[tuple[int, int]]:
-        return set(self.shelf.holdings())
+        return {(slot, iteration) for (slot, _), (iteration, _, _) in self.held.items()}
 
 
 @contextlib.asynccontextmanager
-async def hosts(number: int = 1) -> AsyncIterator[list[Host]]:
-    running = [Host() for _ in range(number)]
+async def hosts(number: int = 1, handshake_timeout_s: float = 30.0) -> AsyncIterator[list[Host]]:
+    running = [Host(handshake_timeout_s) for _ in range(number)]
     tasks = [asyncio.create_task(host.server.serve()) for host in running]
     await asyncio.sleep(0)  # A task that has not begun would not close its listener.
     try:
         yield running
     finally:
-        channels = [task for host in running for task in host.server._tasks]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, *channels, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run to its end and see that no descriptor is left."""
+    """Run to its end and see that no task and no descriptor is left."""
 
     async def bounded() -> None:
         await asyncio.wait_for(test(), BOUND_S)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
 
     before = len(os.listdir("/proc/self/fd"))
     asyncio.run(bounded())
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+async def connect(host: Host) -> Channel:
+    return await Channel.connect(host.member, token=TOKEN, timeout_s=30.0)
+
+
 async def put(host: Host, iteration: int, payload: bytes | memoryview, **changes: Any) -> int:
-    channel = await Channel.connect(host.member)
-    with contextlib.closing(channel):
-        given: dict[str, Any] = {
-            "token": TOKEN,
-            "slot": SLOT,
-            "epoch": host.epoch,
-            "iteration": Iteration(iteration),
-            "payload": memoryview(payload),
-            **changes,
-        }
-        return await put_replica(channel, **given)
+    with contextlib.closing(await connect(host)) as channel:
+        return await put_on(channel, host, iteration, payload, **changes)
+
+
+async def put_on(
+    channel: Channel, host: Host, iteration: int, payload: bytes | memoryview, **changes: Any
+) -> int:
+    given: dict[str, Any] = {
+        "slot": SLOT,
+        "epoch": host.epoch,
+        "iteration": Iteration(iteration),
+        "payload": memoryview(payload),
+        **changes,
+    }
+    return await put_replica(channel, **given)
 
 
 async def pull(host: Host, iteration: int) -> bytes:
     replica = await pull_replica(
-        host.member, token=TOKEN, slot=SLOT, iteration=Iteration(iteration)
+        host.member, token=TOKEN, slot=SLOT, epoch=host.epoch, iteration=Iteration(iteration)
     )
     return bytes(replica.view)
 
 
 def offer(payload: bytes, iteration: int, **changes: Any) -> Offer:
     given: dict[str, Any] = {
-        "token": TOKEN,
         "slot": SLOT,
         "epoch": Epoch(1),
         "iteration": Iteration(iteration),
@@ -137,14 +182,36 @@ def test_replica_of_any_size_comes_back(size: int) -> None:
     run(test)
 
 
-def test_replicas_of_three_iterations_leave_the_newest_two() -> None:
+def test_callbacks_are_told_what_was_offered_received_and_asked() -> None:
     async def test() -> None:
         async with hosts() as (host,):
-            for iteration in (1, 2, 3):
-                await put(host, iteration, PAYLOAD[iteration : iteration + 1000])
-            assert host.holds() == {(SLOT, 2), (SLOT, 3)}
-            assert await pull(host, 2) == PAYLOAD[2:1002]
+            await put(host, 7, PAYLOAD)
+            await pull(host, 7)
+            given = checksum(memoryview(PAYLOAD))
+            same: dict[str, Any] = {
+                "slot": SLOT, "epoch": Epoch(1), "iteration": Iteration(7)
+            }  # fmt: skip
+            assert host.asked_with == [
+                Offered(num_bytes=len(PAYLOAD), checksum=given, **same),
+                Received(buffer=0, num_bytes=len(PAYLOAD), checksum=given, announced=given, **same),
+                Asked(**same),
+            ]
+
+    run(test)
+
+
+def test_one_channel_takes_replica_after_replica_and_goes_on_after_a_refusal() -> None:
+    async def test() -> None:
+        async with hosts() as (host,):
+            with contextlib.closing(await connect(host)) as channel:
+                for iteration in (1, 2, 3):
+                    await put_on(channel, host, iteration, PAYLOAD[iteration : iteration + 1000])
+                with pytest.raises(ReplicaRefused, match="epoch 9, now is 1"):
+                    await put_on(channel, host, 4, PAYLOAD, epoch=Epoch(9))
+                await put_on(channel, host, 4, PAYLOAD[4:1004])
+            assert host.holds() == {(SLOT, 3), (SLOT, 4)}
             assert await pull(host, 3) == PAYLOAD[3:1003]
+            assert await pull(host, 4) == PAYLOAD[4:1004]
 
     run(test)
 
@@ -160,12 +227,14 @@ def test_offer_of_what_is_held_sends_no_bytes() -> None:
     run(test)
 
 
-def test_offer_of_other_bytes_for_a_held_iteration_replaces_them() -> None:
+def test_replica_of_another_size_takes_the_buffer() -> None:
     async def test() -> None:
         async with hosts() as (host,):
-            await put(host, 7, PAYLOAD[:1000])
-            assert await put(host, 7, PAYLOAD[1000:2000]) == 1000
-            assert await pull(host, 7) == PAYLOAD[1000:2000]
+            for iteration, size in ((1, 1000), (2, 1000), (3, 2000), (4, 10)):
+                await put(host, iteration, PAYLOAD[:size])
+            assert await pull(host, 3) == PAYLOAD[:2000]
+            assert await pull(host, 4) == PAYLOAD[:10]
+            assert host.shelf.num_bytes == 2010
 
     run(test)
 
@@ -192,22 +261,9 @@ def test_flipped_byte_in_the_holders_memory_is_refused_by_who_pulls() -> None:
     async def test() -> None:
         async with hosts() as (host,):
             await put(host, 7, PAYLOAD)
-            kept = host.shelf.find(SLOT, Iteration(7))
-            assert kept is not None
-            kept.view[99] ^= 1
+            host.shelf.view(SLOT, 0)[99] ^= 1
             with pytest.raises(ReplicaRefused, match="damaged"):
                 await pull(host, 7)
-
-    run(test)
-
-
-@pytest.mark.parametrize("epoch", [0, 2])
-def test_offer_of_another_epoch_is_refused_naming_both(epoch: int) -> None:
-    async def test() -> None:
-        async with hosts() as (host,):
-            with pytest.raises(ReplicaRefused, match=f"epoch {epoch}, now is 1"):
-                await put(host, 7, PAYLOAD, epoch=Epoch(epoch))
-            assert host.holds() == set()
 
     run(test)
 
@@ -226,43 +282,152 @@ def test_epoch_that_ends_while_bytes_come_in_leaves_no_replica() -> None:
     run(test)
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        offer(b"12345678", 7, token="another's"),
-        Pull(token="another's", slot=SLOT, iteration=Iteration(6)),
-        Answer(),
-    ],
-    ids=["offer", "pull", "no-request"],
-)
-def test_connection_with_a_wrong_token_or_message_is_closed_and_changes_nothing(
-    message: Any,
-) -> None:
+@pytest.mark.parametrize("size", [1 << 60, (1 << 64) - 1, -1])
+def test_offer_of_more_than_there_is_memory_is_refused(size: int) -> None:
+    async def test() -> None:
+        async with hosts() as (host,):
+            with contextlib.closing(await connect(host)) as channel:
+                with pytest.raises(ReplicaRefused, match="no memory"):
+                    await channel.ask(offer(b"", 7, num_bytes=size))
+                assert (await channel.ask(offer(b"12345678", 7))).wants_bytes
+
+    run(test)
+
+
+# Strangers
+
+
+def test_wrong_token_is_refused_by_the_dialler_and_changes_nothing() -> None:
     async def test() -> None:
         async with hosts() as (host,):
             await put(host, 6, PAYLOAD)
-            channel = await Channel.connect(host.member)
-            with contextlib.closing(channel):
-                await channel.send(message)
-                with pytest.raises(WireError):
-                    await channel.receive()
-            assert host.holds() == {(SLOT, 6)}
+            for _ in range(3):
+                with pytest.raises(WireError, match=r"node 1 .* token"):
+                    await Channel.connect(host.member, token=b"another's")
+            await drained(host)
+            assert host.holds() == {(SLOT, 6)} and len(host.asked_with) == 2
 
     run(test)
 
 
-def test_garbage_on_the_data_port_is_closed_and_the_next_put_works() -> None:
+async def drained(host: Host) -> None:
+    """Until the server has done with every connection."""
+    await asyncio.gather(*host.server._tasks)
+
+
+async def cut_off(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    """What came before the server ended the connection."""
+    try:
+        received = await reader.read()
+    except ConnectionResetError:
+        received = b""
+    writer.close()
+    return received
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100_000, m.encode(m.Heartbeat()), b"DEADPOOL\x02"],
+    ids=["http", "bytes", "message", "version"],
+)
+def test_garbage_on_the_data_port_is_cut_off_said_once_and_the_next_put_works(
+    garbage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     async def test() -> None:
         async with hosts() as (host,):
-            for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, b"\x03\0\0\0\xc1\xc1\xc1"):
-                channel = await Channel.connect(host.member)
-                with contextlib.closing(channel):
-                    await channel.send_bytes(memoryview(garbage))
-                    with pytest.raises(WireError):
-                        await channel.receive()
+            for _ in range(3):
+                reader, writer = await asyncio.open_connection("127.0.0.1", host.server.port)
+                writer.write(garbage)
+                assert await cut_off(reader, writer) == b""
             assert await put(host, 7, PAYLOAD) == len(PAYLOAD)
 
     run(test)
+    assert [r.getMessage() for r in caplog.records if "refused" in r.getMessage()] == [
+        "refused a connection from 127.0.0.1: it speaks another "
+        + ("version of the protocol" if garbage.startswith(b"DEADPOOL") else "protocol")
+    ]
+
+
+def test_silent_strangers_are_cut_off_within_the_bound_and_the_next_put_works() -> None:
+    async def test() -> None:
+        async with hosts(handshake_timeout_s=0.2) as (host,):
+            strangers = [
+                await asyncio.open_connection("127.0.0.1", host.server.port) for _ in range(5)
+            ]
+            strangers[0][1].write(b"DEADPOOL")
+            for reader, writer in strangers:
+                assert await cut_off(reader, writer) == b""
+            assert host.asked_with == []
+
+    run(test)
+
+
+def test_strangers_in_handshake_are_bounded_and_who_comes_then_waits() -> None:
+    async def test() -> None:
+        async with hosts() as (host,):
+            strangers = [
+                await asyncio.open_connection("127.0.0.1", host.server.port)
+                for _ in range(MAX_IN_HANDSHAKE + 10)
+            ]
+            waiting = asyncio.create_task(put(host, 7, PAYLOAD))
+            while len(host.server._tasks) < MAX_IN_HANDSHAKE:
+                await asyncio.sleep(0)
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert len(host.server._tasks) == MAX_IN_HANDSHAKE and not waiting.done()
+            for _, writer in strangers:
+                writer.close()
+            assert await waiting == len(PAYLOAD)
+
+    run(test)
+
+
+def test_message_that_is_no_request_ends_an_authenticated_channel() -> None:
+    async def test() -> None:
+        async with hosts() as (host,):
+            for message in (Answer(), m.Heartbeat()):
+                with contextlib.closing(await connect(host)) as channel:
+                    await channel.send(message)
+                    with pytest.raises(WireError):
+                        await channel.receive()
+            for garbage in (b"\xff" * 4, b"\x02\0\0\0\xff\x80"):
+                with contextlib.closing(await connect(host)) as channel:
+                    await channel.send_bytes(memoryview(garbage))
+                    with pytest.raises(WireError):
+                        await channel.receive()
+            await drained(host)
+
+    run(test)
+
+
+def test_server_that_is_silent_or_not_of_the_job_raises_wire_error() -> None:
+    async def test() -> None:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"" if silent else b"220 mail\r\n")
+            await reader.read()
+            writer.close()
+
+        for silent in (True, False):
+            server = await asyncio.start_server(answer, "127.0.0.1", 0)
+            member = Member(
+                member=MemberId(1),
+                node=Node(1),
+                local_rank=0,
+                host="127.0.0.1",
+                control_port=1,
+                data_port=server.sockets[0].getsockname()[1],
+            )
+            with pytest.raises(WireError, match=r"node 1 .* nothing within" if silent else "proto"):
+                await Channel.connect(member, token=TOKEN, timeout_s=0.2)
+            server.close()
+            await server.wait_closed()
+            while len(asyncio.all_tasks()) > 2:  # `bounded` waits for this one.
+                await asyncio.sleep(0)
+
+    run(test)
+
+
+# Connections that are cut
 
 
 def test_connection_cut_half_way_leaves_the_older_replica_and_no_half_one() -> None:
@@ -270,11 +435,10 @@ def test_connection_cut_half_way_leaves_the_older_replica_and_no_half_one() -> N
         async with hosts() as (host,):
             await put(host, 6, PAYLOAD)
             for _ in range(3):
-                channel = await Channel.connect(host.member)
-                with contextlib.closing(channel):
+                with contextlib.closing(await connect(host)) as channel:
                     assert (await channel.ask(offer(PAYLOAD, 7))).wants_bytes
                     await channel.send_bytes(memoryview(PAYLOAD)[: len(PAYLOAD) // 2])
-            await asyncio.gather(*host.server._tasks)
+            await drained(host)
             assert host.holds() == {(SLOT, 6)}
             assert await pull(host, 6) == PAYLOAD
             assert await put(host, 7, PAYLOAD) == len(PAYLOAD)
@@ -288,11 +452,9 @@ def test_second_offer_waits_for_the_first_ones_connection_to_end() -> None:
 
     async def test() -> None:
         async with hosts() as (host,):
-            old = await Channel.connect(host.member)
+            old = await connect(host)
             assert (await old.ask(offer(PAYLOAD, 7))).wants_bytes
             again = asyncio.create_task(put(host, 7, PAYLOAD))
-            while len(host.server._tasks) < 2:
-                await asyncio.sleep(0)
             await old.send_bytes(memoryview(PAYLOAD)[:1000])
             # Long enough for it to end if it did not wait; it cannot end before the old one.
             assert await asyncio.wait({again}, timeout=0.2) == (set(), {again})
@@ -303,35 +465,43 @@ def test_second_offer_waits_for_the_first_ones_connection_to_end() -> None:
     run(test)
 
 
-def test_pull_of_what_is_not_held_is_refused_naming_it() -> None:
+def test_offer_of_a_newer_epoch_ends_what_still_comes_in_from_an_older_one() -> None:
+    """The owner before may have vanished with its host, and its connection not know it."""
+
+    async def test() -> None:
+        async with hosts() as (host,):
+            old = await connect(host)
+            assert (await old.ask(offer(PAYLOAD, 7))).wants_bytes
+            host.epoch = Epoch(2)
+            assert await put(host, 7, PAYLOAD) == len(PAYLOAD)
+            assert await pull(host, 7) == PAYLOAD
+            with pytest.raises(WireError):
+                await old.receive()
+            old.close()
+
+    run(test)
+
+
+def test_pull_of_what_is_not_held_is_refused_with_the_reason() -> None:
     async def test() -> None:
         async with hosts() as (host,):
             await put(host, 6, PAYLOAD)
-            with pytest.raises(ReplicaRefused, match="slot 3 at iteration 7"):
+            with pytest.raises(ReplicaRefused, match="no iteration 7 here"):
                 await pull(host, 7)
 
     run(test)
 
 
-def test_pull_after_rollback_finds_only_what_is_not_past_it() -> None:
+def test_server_cancelled_ends_idle_and_busy_connections() -> None:
     async def test() -> None:
         async with hosts() as (host,):
-            await put(host, 6, PAYLOAD)
-            await put(host, 7, PAYLOAD[:-1] + b"\0")
-            host.shelf.invalidate_after(Iteration(6))
-            assert host.holds() == {(SLOT, 6)}
-            with pytest.raises(ReplicaRefused):
-                await pull(host, 7)
-            assert await pull(host, 6) == PAYLOAD
-
-    run(test)
-
-
-def test_connect_where_nobody_listens_raises_wire_error_naming_the_node() -> None:
-    async def test() -> None:
-        async with hosts() as (host,):
-            pass
+            idle, busy = await connect(host), await connect(host)
+            assert (await busy.ask(offer(PAYLOAD, 7))).wants_bytes
+        for channel in (idle, busy):
+            with pytest.raises(WireError):
+                await channel.receive()
+            channel.close()
         with pytest.raises(WireError, match="node 1"):
-            await Channel.connect(host.member)
+            await Channel.connect(host.member, token=TOKEN)
 
     run(test)
