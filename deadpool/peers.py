@@ -56,6 +56,8 @@ UNREAD_TIMEOUT_S = 20.0
 _BACKLOG = 4096
 """A whole job may dial a new leader at the same moment."""
 
+_READ_BYTES = 256 << 10
+
 _ACCEPT_PAUSE_S = 1.0
 """After accepting failed, as for want of file descriptors."""
 
@@ -82,7 +84,7 @@ class Stage(enum.Enum):
 _LIVE = (Stage.PROVING, Stage.GREETING, Stage.OPEN)
 
 
-class _Connection(asyncio.Protocol):
+class _Connection(asyncio.BufferedProtocol):
     """Handshake, greeting and frames; a subclass says what they mean.
 
     A transport calls back from the event loop only, so that neither `send` nor `retire` reports
@@ -185,7 +187,8 @@ class _Connection(asyncio.Protocol):
             self.stage = Stage.RETIRED
             self.ended(self._reason)
 
-    # asyncio.Protocol
+    # asyncio.BufferedProtocol: a Protocol's 256 KiB of fresh memory for every heartbeat cost 28 of
+    # 43 us of CPU (Python 3.11).
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -201,7 +204,11 @@ class _Connection(asyncio.Protocol):
         if isinstance(self._handshake, Dialer):
             transport.write(self._handshake.opening)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self.peers.incoming
+
+    def buffer_updated(self, num_bytes: int) -> None:
+        data = bytes(self.peers.incoming[:num_bytes])
         if self.stage is Stage.PROVING:
             data = self._prove(data)
         if self.stage not in _LIVE:
@@ -238,6 +245,7 @@ class _Connection(asyncio.Protocol):
         if reply:
             self._transport.write(reply)
         if self._handshake.wanted == 0:
+            assert self.peers.hello, "Peers.introduce comes first"
             self.stage = Stage.GREETING
             self._transport.write(self.peers.hello)
         return self._handshake.rest
@@ -395,6 +403,8 @@ class Peers:
         self.handshake_timeout_s = handshake_timeout_s
         self.loop = asyncio.get_running_loop()
         self.hello = b""
+        self.incoming = memoryview(bytearray(_READ_BYTES))
+        """What the loop reads into, for every connection: it is taken before the next read."""
         self.refusals = RefusalLog(logger)
         self.connections: set[_Connection] = set()
         """All whose socket is open, and those being dialled."""
