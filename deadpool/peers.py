@@ -98,7 +98,7 @@ class _Connection(asyncio.BufferedProtocol):
         self.peers = peers
         self.stage = Stage.PROVING
         self.closed: asyncio.Future[None] = peers.loop.create_future()
-        """Done when the socket is closed and the end reported."""
+        """Done when the transport has let go of the socket."""
         self._handshake = handshake
         self._parser = FrameParser(MAX_HELLO_BYTES)
         self._transport: asyncio.Transport | None = None
@@ -172,7 +172,10 @@ class _Connection(asyncio.BufferedProtocol):
         elif was is Stage.OPEN:
             # Closed at once with bytes unread here, TCP would reset the connection and could lose
             # what the other end has not read; it closes when it has read to the end.
-            self._transport.write_eof()
+            try:
+                self._transport.write_eof()
+            except OSError:
+                self._transport.abort()  # The other end has reset it.
             self._timer = self.peers.loop.call_later(flush_timeout_s, self._transport.abort)
         else:
             self._transport.abort()
@@ -272,10 +275,10 @@ class _Connection(asyncio.BufferedProtocol):
 
     def _finish(self) -> None:
         self._stop_timer()
-        self.report_now()
         self.peers.connections.discard(self)
         if not self.closed.done():
             self.closed.set_result(None)
+        self.report_now()
 
 
 class _Inbound(_Connection):
@@ -311,8 +314,8 @@ class _Inbound(_Connection):
             self.peers.deliver(FollowerGone(sender=self.sender, reason=reason))
 
     def _finish(self) -> None:
-        super()._finish()
         self.peers.dismiss_stranger(self)
+        super()._finish()
 
 
 class _Outbound(_Connection):

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import socket
+import struct
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -425,6 +426,39 @@ def test_hang_up_brings_what_was_sent_and_reports_nothing_here() -> None:
             assert len(leader.events) == 1
 
     run(test)
+
+
+def test_hang_up_and_send_after_a_reset_that_the_loop_has_not_seen_are_harmless() -> None:
+    async def test() -> None:
+        for method in ("to_followers", "hang_up", "both"):
+            async with guardians(1) as (leader,):
+                me = member_at(1)
+                sock = await asyncio.to_thread(blocking_dial, leader, me)
+                await leader.until(1)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                sock.close()
+                if method != "hang_up":
+                    leader.call(leader.peers.to_followers, (me.member,), m.Drain())
+                if method != "to_followers":
+                    leader.call(leader.peers.hang_up, (me.member,))
+                    await leader.undisturbed()
+                    assert len(leader.events) == 1
+                else:
+                    assert isinstance((await leader.until(2))[1], FollowerGone)
+
+    run(test)
+
+
+def blocking_dial(guardian: Guardian, me: Member) -> socket.socket:
+    """A follower that has sent one message."""
+    sock = socket.create_connection((HOST, guardian.port))
+    dialer = Dialer(TOKEN, Purpose.CONTROL)
+    sock.sendall(dialer.opening)
+    sock.sendall(dialer.receive(sock.recv(dialer.wanted, socket.MSG_WAITALL)))
+    sock.sendall(m.encode(m.Hello(member=me)) + m.encode(m.Heartbeat()))
+    hello = m.encode(m.Hello(member=guardian.member))
+    assert sock.recv(len(hello), socket.MSG_WAITALL) == hello
+    return sock
 
 
 def test_hang_up_from_an_event_drops_what_came_with_it() -> None:
