@@ -7,8 +7,8 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from deadpool.join import add_join_parser
 from deadpool.launcher import add_launch_parser
-from deadpool.lead import add_lead_parser
 
 
 def _log_to_stderr() -> None:
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m deadpool", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_launch_parser(commands)
-    add_lead_parser(commands)
+    add_join_parser(commands)
     args = parser.parse_args(argv)
     _log_to_stderr()
     return args.run(args)

@@ -10,15 +10,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import json
+import math
 import os
-import socket
-import time
-from collections.abc import Sequence
-from typing import Any
+import signal
+from collections.abc import Mapping, Sequence
 
 from deadpool.injection import Injection, parse_injection
 from deadpool.protocol.placement import Grid, choose_holders
+from deadpool.protocol.types import Bounds
+
+_LEAVE_TIMEOUT_S = 5.0
+"""How long a leader waits for its members to note the job's end."""
+
+MIN_TOKEN_LENGTH = 32
+"""Characters. Whoever sees a handshake can test guesses of the token: see `handshake`."""
 
 
 class ConfigError(Exception):
@@ -34,15 +39,112 @@ class DeadpoolConfig:
     inject: tuple[Injection, ...]
     """Faults to cause, for demonstrations and tests."""
     start_timeout_s: float
-    """Bound from the first hello until everybody trains."""
+    """Bound of forming the job, and of each phase before the first commit."""
     recovery_timeout_s: float
-    """Bound of each phase of a recovery; past it the job ends and says who did not answer."""
+    """Bound of each phase of a recovery; past it, who did not answer counts as lost."""
     build_timeout_s: float
     """Bound of building the process groups of one epoch."""
     error_grace_s: float
     """How long an error in a trainer waits for the news of a lost node that explains it."""
     commit_timeout_s: float
     """How long a step waits for the commit of the snapshot before it."""
+    heartbeat_interval_s: float
+    """The protocol's tick."""
+    heartbeat_timeout_s: float
+    """Without a heartbeat for so long, a member is lost, or a leader."""
+    minority_timeout_s: float
+    """How long guardians that cannot reach a majority wait before they end."""
+    interface: str | None
+    """Name, address or prefix: where guardians and trainers listen. See `interfaces`."""
+    trace: bool
+    """Every guardian writes its protocol events to `log_dir`."""
+    spare_nodes: int | None
+    """For tasks of srun; None: not given."""
+    drains_on_sigterm: bool
+    """Megatron's --exit-signal-handler: SIGTERM has training save and finish."""
+
+    def bounds(self) -> Bounds:
+        """The protocol's waits in its ticks, rounded up."""
+
+        def ticks(seconds: float) -> int:
+            return max(1, math.ceil(seconds / self.heartbeat_interval_s - 1e-9))
+
+        silence = ticks(self.heartbeat_timeout_s)
+        return Bounds(
+            silence=silence,
+            seek=2 * silence,
+            minority=ticks(self.minority_timeout_s),
+            start=ticks(self.start_timeout_s),
+            recovery=ticks(self.recovery_timeout_s),
+            leave=ticks(_LEAVE_TIMEOUT_S),
+        )
+
+
+_SECONDS = {
+    "start-timeout": (600.0, "bound of the job's start"),
+    "recovery-timeout": (120.0, "bound of each phase of a recovery"),
+    "build-timeout": (20.0, "bound of building the process groups of an epoch"),
+    "error-grace": (15.0, "how long a trainer's error waits for the news of a lost node"),
+    "commit-timeout": (120.0, "how long a step waits for the previous snapshot's commit"),
+    "heartbeat-interval": (1.0, "time between two heartbeats of a guardian"),
+    "heartbeat-timeout": (5.0, "without a heartbeat for so long, a node or a leader is lost"),
+    "minority-timeout": (60.0, "how long guardians without a majority seek one, then end"),
+}
+"""Flag to default and help."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Relation:
+    """`flag`, in seconds, is at least the sum of `factor` x flag."""
+
+    flag: str
+    terms: tuple[tuple[int, str], ...]
+    because: str
+
+
+RELATIONS = (
+    _Relation(
+        "heartbeat-timeout",
+        ((3, "heartbeat-interval"),),
+        "one heartbeat that comes late is no loss",
+    ),
+    _Relation(
+        "error-grace",
+        ((2, "heartbeat-timeout"), (1, "heartbeat-interval")),
+        "an error waits until silence shows a loss, and a successor of a lost leader says so",
+    ),
+    _Relation(
+        "minority-timeout",
+        ((4, "heartbeat-timeout"),),
+        "a successor must be found before the search ends",
+    ),
+    _Relation(
+        "recovery-timeout",
+        ((1, "build-timeout"),),
+        "a recovery contains the building of its groups",
+    ),
+    _Relation(
+        "recovery-timeout",
+        ((4, "heartbeat-timeout"),),
+        "a loss during a recovery must show before the recovery is given up",
+    ),
+    _Relation(
+        "commit-timeout",
+        ((1, "minority-timeout"), (1, "heartbeat-timeout")),
+        "a step outwaits the search for a leader",
+    ),
+)
+"""The hierarchy of bounds; `_check_collectives` adds Megatron's own. Equality is allowed.
+
+| bound | at least |
+| --- | --- |
+| heartbeat-timeout | 3 x heartbeat-interval |
+| error-grace | 2 x heartbeat-timeout + heartbeat-interval |
+| minority-timeout | 4 x heartbeat-timeout |
+| recovery-timeout | build-timeout; 4 x heartbeat-timeout |
+| commit-timeout | minority-timeout + heartbeat-timeout |
+| --distributed-timeout-minutes | more than heartbeat-timeout + error-grace |
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -61,40 +163,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="SPEC",
         help="cause a fault, e.g. kill-node=1@iteration=7,phase=backward; may be given again",
     )
+    for name, (default, meaning) in _SECONDS.items():
+        group.add_argument(
+            f"--deadpool-{name}",
+            type=float,
+            default=default,
+            metavar="SECONDS",
+            help=f"{meaning} (default: %(default)s)",
+        )
     group.add_argument(
-        "--deadpool-start-timeout",
-        type=float,
-        default=600.0,
-        metavar="SECONDS",
-        help="bound of the job's start (default: %(default)s)",
+        "--deadpool-interface",
+        metavar="NAME|ADDRESS|PREFIX",
+        help="where guardians and trainers listen: hsn0, 10.4.0.7 or 10.4.0.0/16",
     )
     group.add_argument(
-        "--deadpool-recovery-timeout",
-        type=float,
-        default=120.0,
-        metavar="SECONDS",
-        help="bound of each phase of a recovery (default: %(default)s)",
+        "--deadpool-trace",
+        action="store_true",
+        help="every guardian writes its protocol events to --deadpool-log-dir",
     )
     group.add_argument(
-        "--deadpool-build-timeout",
-        type=float,
-        default=20.0,
-        metavar="SECONDS",
-        help="bound of building the process groups of an epoch (default: %(default)s)",
-    )
-    group.add_argument(
-        "--deadpool-error-grace",
-        type=float,
-        default=5.0,
-        metavar="SECONDS",
-        help="how long a trainer's error waits for the news of a lost node (default: %(default)s)",
-    )
-    group.add_argument(
-        "--deadpool-commit-timeout",
-        type=float,
-        default=120.0,
-        metavar="SECONDS",
-        help="how long a step waits for the previous snapshot's commit (default: %(default)s)",
+        "--deadpool-spare-nodes",
+        type=int,
+        metavar="N",
+        help="under srun: how many of its nodes are spare (default: 1)",
     )
     return parser
 
@@ -106,6 +197,9 @@ def _light_parser() -> argparse.ArgumentParser:
     parser.add_argument("--context-parallel-size", type=int, default=1)
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
     parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
+    parser.add_argument("--distributed-timeout-minutes", type=float, default=10.0)
+    parser.add_argument("--exit-signal-handler", action="store_true")
+    parser.add_argument("--exit-signal", default=signal.SIGTERM.name)
     return parser
 
 
@@ -130,23 +224,20 @@ def parse_config(argv: Sequence[str]) -> tuple[DeadpoolConfig, argparse.Namespac
 
 
 def config_from_args(args: argparse.Namespace) -> DeadpoolConfig:
-    """Raises ConfigError where a value does not fit."""
-    for name in ("start", "recovery", "build", "commit"):
-        value = getattr(args, f"deadpool_{name}_timeout")
-        if not value > 0:  # NaN is not either.
-            raise ConfigError(
-                f"--deadpool-{name}-timeout {value}: give a number of seconds above 0"
-            )
-    if not args.deadpool_error_grace >= 0:
+    """args: of `parse_config`'s parser. Raises ConfigError where a value does not fit."""
+    seconds = {name: getattr(args, _attribute(name)) for name in _SECONDS}
+    for name, value in seconds.items():
+        if not 0 < value < math.inf:  # NaN is not either.
+            raise ConfigError(f"--deadpool-{name} {value:g}: give a number of seconds above 0")
+    for relation in RELATIONS:
+        _check_relation(relation, seconds)
+    _check_collectives(args.distributed_timeout_minutes, seconds)
+    if args.deadpool_trace and args.deadpool_log_dir is None:
+        raise ConfigError("--deadpool-trace has no folder to write to: give --deadpool-log-dir DIR")
+    if args.deadpool_spare_nodes is not None and args.deadpool_spare_nodes < 1:
         raise ConfigError(
-            f"--deadpool-error-grace {args.deadpool_error_grace}: give a number of seconds, at "
-            "least 0"
-        )
-    if args.deadpool_build_timeout > args.deadpool_recovery_timeout:
-        raise ConfigError(
-            f"--deadpool-build-timeout {args.deadpool_build_timeout} is longer than the recovery "
-            f"that contains it: give at most --deadpool-recovery-timeout "
-            f"{args.deadpool_recovery_timeout}"
+            f"--deadpool-spare-nodes {args.deadpool_spare_nodes}: give at least 1, or leave "
+            "--deadpool away"
         )
     try:
         inject = tuple(parse_injection(spec) for spec in args.deadpool_inject)
@@ -155,11 +246,44 @@ def config_from_args(args: argparse.Namespace) -> DeadpoolConfig:
     return DeadpoolConfig(
         log_dir=args.deadpool_log_dir,
         inject=inject,
-        start_timeout_s=args.deadpool_start_timeout,
-        recovery_timeout_s=args.deadpool_recovery_timeout,
-        build_timeout_s=args.deadpool_build_timeout,
-        error_grace_s=args.deadpool_error_grace,
-        commit_timeout_s=args.deadpool_commit_timeout,
+        interface=args.deadpool_interface,
+        trace=args.deadpool_trace,
+        spare_nodes=args.deadpool_spare_nodes,
+        drains_on_sigterm=args.exit_signal_handler and args.exit_signal == signal.SIGTERM.name,
+        **{f"{name.replace('-', '_')}_s": value for name, value in seconds.items()},
+    )
+
+
+def _attribute(name: str) -> str:
+    return f"deadpool_{name.replace('-', '_')}"
+
+
+def _check_relation(relation: _Relation, seconds: Mapping[str, float]) -> None:
+    given = seconds[relation.flag]
+    least = sum(factor * seconds[name] for factor, name in relation.terms)
+    if given >= least * (1 - 1e-9):
+        return
+    terms = " + ".join(
+        f"{f'{factor} x ' if factor > 1 else ''}--deadpool-{name} {seconds[name]:g}"
+        for factor, name in relation.terms
+    )
+    total = f" = {least:g}" if terms != f"--deadpool-{relation.terms[0][1]} {least:g}" else ""
+    raise ConfigError(
+        f"--deadpool-{relation.flag} {given:g} is shorter than {terms}{total}, but "
+        f"{relation.because}: give at least --deadpool-{relation.flag} {least:g}, or a shorter "
+        f"--deadpool-{relation.terms[0][1]}"
+    )
+
+
+def _check_collectives(minutes: float, seconds: Mapping[str, float]) -> None:
+    heartbeat, grace = seconds["heartbeat-timeout"], seconds["error-grace"]
+    if minutes * 60 > heartbeat + grace:
+        return
+    raise ConfigError(
+        f"--distributed-timeout-minutes {minutes:g} ({minutes * 60:g} s) is not longer than "
+        f"--deadpool-heartbeat-timeout {heartbeat:g} + --deadpool-error-grace {grace:g} = "
+        f"{heartbeat + grace:g} s, so that a collective gives up before a loss shows: give at "
+        f"least --distributed-timeout-minutes {math.floor((heartbeat + grace) / 60) + 1}"
     )
 
 
@@ -234,8 +358,10 @@ def check_launch(
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
-    """What both `launch` and `lead` are told; the script and its arguments come last."""
-    parser.add_argument("--nodes", type=int, required=True, help="all nodes, spares included")
+    """What both `launch` and `join` are told; the script and its arguments come last."""
+    parser.add_argument(
+        "--nodes", type=int, required=True, help="all nodes of the launch, spares included"
+    )
     parser.add_argument("--ranks-per-node", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--spare-nodes", type=int, default=1, help="default: %(default)s")
     parser.add_argument("script", help="pretrain_gpt.py")
@@ -243,7 +369,7 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def checked_job(args: argparse.Namespace) -> tuple[DeadpoolConfig, Grid]:
-    """What `launch` and `lead` are asked for, checked as far as it goes without torch.
+    """What `launch` and `join` are asked for, checked as far as it goes without torch.
 
     args: nodes, ranks_per_node, spare_nodes, script and its arguments. Raises ConfigError.
     """
@@ -255,6 +381,12 @@ def checked_job(args: argparse.Namespace) -> tuple[DeadpoolConfig, Grid]:
             "torchrun"
         )
     config, light = parse_config(args.arguments)
+    if config.spare_nodes not in (None, args.spare_nodes):
+        raise ConfigError(
+            f"--spare-nodes {args.spare_nodes} and --deadpool-spare-nodes {config.spare_nodes} "
+            "differ: leave --deadpool-spare-nodes, which is for srun, away, or give "
+            f"--spare-nodes {config.spare_nodes}"
+        )
     grid = check_launch(
         light,
         config,
@@ -269,84 +401,163 @@ def checked_job(args: argparse.Namespace) -> tuple[DeadpoolConfig, Grid]:
 class RankEnvironment:
     """What a launcher tells one rank process through its environment."""
 
-    leader: tuple[str, int]
-    token: str
+    job_file: str | None
+    """Where the job says how it is found: see `job_file`. None only with `contacts`."""
+    contacts: tuple[tuple[str, int], ...]
+    """Guardians of a running job, as `join` was told."""
+    token: str | None
+    """None: it is in the job file, or still to be made."""
+    forms_job: bool
+    """This guardian leads the launch. One of the job does: node 0, local rank 0."""
     node: int
     local_rank: int
-    world_size: int
-    host: str
+    num_nodes: int
+    """Of the launch, spares included."""
+    ranks_per_node: int
+    num_spare_nodes: int
+    host: str | None
+    """Where to listen; None: to be chosen, see `interfaces`."""
+
+    @property
+    def world_size(self) -> int:
+        """Slots."""
+        return (self.num_nodes - self.num_spare_nodes) * self.ranks_per_node
 
     def to_environ(self) -> dict[str, str]:
+        """Empty values stand for absent ones, so that nothing is inherited by mistake."""
         return {
-            "DEADPOOL_LEADER": f"{self.leader[0]}:{self.leader[1]}",
-            "DEADPOOL_TOKEN": self.token,
+            "DEADPOOL_JOB_FILE": self.job_file or "",
+            "DEADPOOL_CONTACTS": ",".join(map(format_address, self.contacts)),
+            "DEADPOOL_TOKEN": self.token or "",
+            "DEADPOOL_JOINS": "" if self.forms_job else "1",
             "DEADPOOL_NODE": str(self.node),
             "DEADPOOL_LOCAL_RANK": str(self.local_rank),
-            "DEADPOOL_WORLD_SIZE": str(self.world_size),
-            "DEADPOOL_HOST": self.host,
+            "DEADPOOL_NUM_NODES": str(self.num_nodes),
+            "DEADPOOL_RANKS_PER_NODE": str(self.ranks_per_node),
+            "DEADPOOL_NUM_SPARE_NODES": str(self.num_spare_nodes),
+            "DEADPOOL_HOST": self.host or "",
         }
 
     @classmethod
-    def from_environ(cls) -> RankEnvironment:
-        """From DEADPOOL's own launcher, or from Slurm's variables and the leader's job file.
+    def from_environ(cls, spare_nodes: int | None) -> RankEnvironment:
+        """From DEADPOOL's own launcher, or from Slurm's variables.
 
-        Raises ConfigError where this process was started by neither.
+        spare_nodes: --deadpool-spare-nodes; counts under Slurm alone. Raises ConfigError where
+        this process was started by neither, or what they say does not fit.
         """
-        environ = os.environ
-        if "DEADPOOL_LEADER" in environ:
-            return cls(
-                leader=_address(environ["DEADPOOL_LEADER"]),
-                token=environ["DEADPOOL_TOKEN"],
-                node=int(environ["DEADPOOL_NODE"]),
-                local_rank=int(environ["DEADPOOL_LOCAL_RANK"]),
-                world_size=int(environ["DEADPOOL_WORLD_SIZE"]),
-                host=environ["DEADPOOL_HOST"],
-            )
-        if "DEADPOOL_JOB_FILE" not in environ or "SLURM_NODEID" not in environ:
+        if os.environ.get("DEADPOOL_NODE"):
+            sizes = {
+                "node": _number("DEADPOOL_NODE"),
+                "local_rank": _number("DEADPOOL_LOCAL_RANK"),
+                "num_nodes": _number("DEADPOOL_NUM_NODES"),
+                "ranks_per_node": _number("DEADPOOL_RANKS_PER_NODE"),
+                "num_spare_nodes": _number("DEADPOOL_NUM_SPARE_NODES"),
+            }
+        elif os.environ.get("SLURM_NODEID"):
+            sizes = {**_slurm_sizes(), "num_spare_nodes": 1 if spare_nodes is None else spare_nodes}
+        else:
+            raise ConfigError(_NO_LAUNCHER)
+        if sizes["local_rank"] >= sizes["ranks_per_node"]:
             raise ConfigError(
-                "--deadpool needs a launcher. On one machine: `python -m deadpool launch --nodes N "
-                "--ranks-per-node R --spare-nodes S pretrain_gpt.py --deadpool ...`. Under Slurm: "
-                "`python -m deadpool lead` in the batch script, and DEADPOOL_JOB_FILE set for it "
-                "and for srun"
+                f"local rank {sizes['local_rank']} of {sizes['ranks_per_node']} ranks per node: "
+                "every node needs the same number of tasks; give srun --ntasks-per-node"
             )
-        job = _read_job_file(environ["DEADPOOL_JOB_FILE"])
-        leader = _address(job["leader"])
+        job_file = os.environ.get("DEADPOOL_JOB_FILE") or None
+        contacts = os.environ.get("DEADPOOL_CONTACTS") or ""
+        if job_file is None and not contacts:
+            raise ConfigError(
+                "DEADPOOL_JOB_FILE is not set: name a file on a file system that all nodes share, "
+                "e.g. export DEADPOOL_JOB_FILE=$PWD/deadpool-$SLURM_JOB_ID.json"
+            )
+        is_first = sizes["node"] == 0 and sizes["local_rank"] == 0
         return cls(
-            leader=leader,
-            token=job["token"],
-            node=int(environ["SLURM_NODEID"]),
-            local_rank=int(environ["SLURM_LOCALID"]),
-            world_size=int(job["world_size"]),
-            host=environ.get("DEADPOOL_HOST") or _address_towards(leader),
+            job_file=job_file,
+            contacts=tuple(map(parse_address, filter(None, contacts.split(",")))),
+            token=token_from_environ(),
+            forms_job=is_first and not os.environ.get("DEADPOOL_JOINS"),
+            host=os.environ.get("DEADPOOL_HOST") or None,
+            **sizes,
         )
 
 
-_JOB_FILE_TIMEOUT_S = 300.0
-"""The leader checks the flags first, which imports torch from a file system under load."""
+_NO_LAUNCHER = (
+    "--deadpool needs a launcher. On one machine: `python -m deadpool launch --nodes N "
+    "--ranks-per-node R --spare-nodes S pretrain_gpt.py --deadpool ...`. Under Slurm: `srun "
+    "--no-kill python pretrain_gpt.py --deadpool --deadpool-spare-nodes S ...`, and "
+    "DEADPOOL_JOB_FILE set"
+)
 
 
-def _address(text: str) -> tuple[str, int]:
-    host, port = text.rsplit(":", 1)
-    return host, int(port)
-
-
-def _read_job_file(path: str) -> dict[str, Any]:
-    """Wait for the leader's file. Raises ConfigError when it does not come."""
-    deadline = time.monotonic() + _JOB_FILE_TIMEOUT_S
-    while time.monotonic() < deadline:
-        try:
-            with open(path) as file:
-                return json.load(file)
-        except FileNotFoundError:
-            time.sleep(0.1)
-    raise ConfigError(
-        f"{path} (DEADPOOL_JOB_FILE) did not appear within {_JOB_FILE_TIMEOUT_S:g} s: is "
-        "`python -m deadpool lead` running, and is the folder shared between the nodes?"
+def grid_of_rank(argv: Sequence[str], environment: RankEnvironment) -> Grid:
+    """The grid that all ranks of the job share. Raises ConfigError."""
+    config, args = parse_config(argv)
+    return check_launch(
+        args,
+        config,
+        num_nodes=environment.num_nodes,
+        ranks_per_node=environment.ranks_per_node,
+        num_spare_nodes=environment.num_spare_nodes,
     )
 
 
-def _address_towards(leader: tuple[str, int]) -> str:
-    """This host's own address on the way to the leader. Sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(leader)
-        return probe.getsockname()[0]
+def token_from_environ() -> str | None:
+    """DEADPOOL_TOKEN; None when it is not set. Raises ConfigError when it can be guessed."""
+    token = os.environ.get("DEADPOOL_TOKEN") or None
+    if token is not None and len(token) < MIN_TOKEN_LENGTH:
+        raise ConfigError(
+            f"DEADPOOL_TOKEN has {len(token)} characters, which can be guessed: give at least "
+            f"{MIN_TOKEN_LENGTH} random ones, e.g. export DEADPOOL_TOKEN=$(openssl rand -hex 32)"
+        )
+    return token
+
+
+def format_address(address: tuple[str, int]) -> str:
+    """host:port, an IPv6 address in brackets."""
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """The inverse of `format_address`. Raises ConfigError."""
+    host, _, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        host = ""
+    if not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 1 << 16:
+        raise ConfigError(
+            f"{text!r} is no address: give HOST:PORT, e.g. 10.4.0.7:41235 or [fd00::7]:41235"
+        )
+    return host, int(port)
+
+
+def _number(*names: str) -> int:
+    """The first of these variables that is set. Raises ConfigError."""
+    for name in names:
+        text = os.environ.get(name)
+        if text:
+            if not (text.isascii() and text.isdigit()):
+                raise ConfigError(f"{name}={text}: a whole number, at least 0, is expected there")
+            return int(text)
+    raise ConfigError(f"{names[0]} is not set: start the tasks with srun or `deadpool launch`")
+
+
+def _slurm_sizes() -> dict[str, int]:
+    """Slurm's SLURM_NNODES may be the allocation's where the step's variables are set too."""
+    num_nodes = _number("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+    if os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS"):
+        num_tasks = _number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+        if num_nodes < 1 or num_tasks % num_nodes != 0:
+            raise ConfigError(
+                f"{num_tasks} tasks on {num_nodes} nodes: every node needs the same number; give "
+                "srun --ntasks-per-node"
+            )
+        ranks_per_node = num_tasks // num_nodes
+    else:
+        ranks_per_node = _number("SLURM_NTASKS_PER_NODE")
+    return {
+        "node": _number("SLURM_NODEID"),
+        "local_rank": _number("SLURM_LOCALID"),
+        "num_nodes": num_nodes,
+        "ranks_per_node": ranks_per_node,
+    }

@@ -22,13 +22,20 @@ from typing import Any
 
 from deadpool.process import die_with_parent, exit_code_of, set_process_name
 
+_FORWARDED = (signal.SIGTERM, signal.SIGINT)
+"""What a node passes on to its ranks."""
+
 PRELOAD = ("torch", "megatron.core", "megatron.training.pretrain", "deadpool.integrations.megatron")
 
 
 class ForkServer:
     """The launcher's end: start nodes, hear of their end.
 
-    Messages are JSON lines. `socket` is for an event loop to read; see `parse`.
+    Over `socket`, JSON lines. {"check": environ} runs the script once in the role of a check and
+    is answered by {"checked": exit code}. {"start": node, "environs": [environ, ...]} starts a
+    rank process for each environment, all in a session of their own; it is answered by
+    {"started": node, "pid": pid}, and at the node's end by {"ended": node, "code": exit code,
+    "by_signal": whether it, or one of its ranks, did not choose to}.
     """
 
     def __init__(self, script: str, arguments: Sequence[str]) -> None:
@@ -49,18 +56,6 @@ class ForkServer:
                 os._exit(code)
         theirs.close()
         self.socket = ours
-
-    def check(self, environ: dict[str, str]) -> None:
-        """Run the script once in the role of a check; answered by {"checked": exit code}."""
-        self._send({"check": environ})
-
-    def start_node(self, node: int, environs: list[dict[str, str]]) -> None:
-        """One rank process per environment, all in a session of their own. Answered by
-        {"started": node, "pid": pid}, and at its end by {"ended": node, "code": exit code}."""
-        self._send({"start": node, "environs": environs})
-
-    def _send(self, command: dict[str, Any]) -> None:
-        self.socket.sendall((json.dumps(command) + "\n").encode())
 
     def close(self) -> None:
         """End the server and every node still alive, and wait for it."""
@@ -113,7 +108,7 @@ class _Server:
 
     def _obey(self, command: dict[str, Any]) -> None:
         if "check" in command:
-            pid = self._fork(lambda: self._run_script(command["check"]))
+            pid = self._fork(lambda: self._run_check(command["check"]))
             self._watch(_Child("check", -1, pid))
         else:
             node = command["start"]
@@ -136,7 +131,8 @@ class _Server:
             self._answer({"checked": code})
         else:
             _kill_group(child.pid)
-            self._answer({"ended": child.node, "code": code})
+            by_signal = os.WIFSIGNALED(status)
+            self._answer({"ended": child.node, "code": code, "by_signal": by_signal})
 
     def _kill_all(self) -> None:
         for child in self._children.values():
@@ -147,8 +143,11 @@ class _Server:
         parent = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
+        # What comes before the child is ready for it waits there.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
         pid = os.fork()
         if pid != 0:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
             return pid
         code = 1
         try:
@@ -169,28 +168,53 @@ class _Server:
             os._exit(code)
 
     def _run_node(self, environs: list[dict[str, str]]) -> int:
-        """The node: parent of its rank processes, ends when all have ended, with the highest
+        """The node: parent of its rank processes, to which it passes SIGTERM and SIGINT on. Ends
+        when all have ended: by SIGKILL if one of them was ended by a signal, else with the highest
         exit code."""
         set_process_name("dp-node")
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        alive = {self._fork_rank(environ) for environ in environs}
+        statuses: list[int] = []
+        while alive:
+            number = signal.sigwait({signal.SIGCHLD, *_FORWARDED})
+            if number != signal.SIGCHLD:
+                for pid in alive:
+                    os.kill(pid, number)  # Not reaped, so still that process.
+                continue
+            for pid in list(alive):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    alive.remove(pid)
+                    statuses.append(status)
+        if any(os.WIFSIGNALED(status) for status in statuses):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return max(map(exit_code_of, statuses))
+
+    def _fork_rank(self, environ: dict[str, str]) -> int:
         node_pid = os.getpid()
-        ranks = []
-        for environ in environs:
-            pid = os.fork()
-            if pid == 0:
-                code = 1
-                try:
-                    die_with_parent(node_pid)
-                    code = self._run_script(environ)
-                except SystemExit as error:
-                    code = error.code if isinstance(error.code, int) else 1
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    sys.stdout.flush()
-                    sys.stderr.flush()
-                    os._exit(code)
-            ranks.append(pid)
-        return max(exit_code_of(os.waitpid(pid, 0)[1]) for pid in ranks)
+        pid = os.fork()
+        if pid != 0:
+            return pid
+        code = 1
+        try:
+            die_with_parent(node_pid)
+            # Until the guardian has its handlers, either signal just ends it.
+            for number in _FORWARDED:
+                signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, *_FORWARDED})
+            code = self._run_script(environ)
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def _run_check(self, environ: dict[str, str]) -> int:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+        return self._run_script(environ)
 
     def _run_script(self, environ: dict[str, str]) -> int:
         os.environ.update(environ)

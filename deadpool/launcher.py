@@ -1,36 +1,111 @@
-"""`python -m deadpool launch`: virtual nodes on this machine, and the leader of their job.
+"""`python -m deadpool launch`: virtual nodes on this machine.
 
-Each virtual node is a session of its own, so that it can be killed whole. The launcher never ends
-the job because a node died; it ends with the training's exit code and leaves no process behind.
+Each virtual node is a session of its own, so that it can be killed whole. The launcher leads
+nothing and never ends the job because a node died: it starts nodes, passes signals on, reads the
+job's end from how its nodes end, and leaves no process behind.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
-import logging
 import os
-import secrets
+import shutil
 import signal
 import sys
+import tempfile
+from collections.abc import Sequence
 
 from deadpool.config import (
     ConfigError,
-    DeadpoolConfig,
     RankEnvironment,
     add_job_arguments,
     checked_job,
+    token_from_environ,
 )
-from deadpool.coordinator import Coordinator
 from deadpool.forkserver import ForkServer
 from deadpool.process import set_process_name
-from deadpool.protocol.placement import Grid
-from deadpool.protocol.types import Node
-
-logger = logging.getLogger(__name__)
+from deadpool.protocol.types import EXIT_FENCED, EXIT_MINORITY, EXIT_NO_JOB
 
 _HOST = "127.0.0.1"
+_LEAVE_AFTER_SUCCESS_S = 60.0
+"""For the other nodes, once one has ended with 0: their trainers may still write."""
+_LEAVE_AFTER_FAILURE_S = 10.0
+_LEAVE_AFTER_SIGNAL_S = 10.0
+_RESTART_PAUSE_S = 0.1
+"""A node that ends at once, again and again, must not keep the machine busy."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NodeEnd:
+    """How a node's process ended."""
+
+    node: int
+    code: int
+    """As a shell shows it."""
+    by_signal: bool
+    """It, or one of its ranks, was killed."""
+
+    @property
+    def is_loss(self) -> bool:
+        """It says nothing about the job: killed, crashed, or taken for lost."""
+        crashed = self.code > 128 and self.code not in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+        return self.by_signal or crashed or self.code == EXIT_FENCED
+
+    @property
+    def ends_job(self) -> bool:
+        """The whole job has ended so. A minority's end is not the majority's."""
+        return not self.is_loss and self.code not in (EXIT_NO_JOB, EXIT_MINORITY)
+
+
+def job_exit_code(
+    ends: Sequence[NodeEnd], *, signalled: int | None, drains: bool
+) -> tuple[int, str]:
+    """The job's exit code and, where no node says why, the reason. Pure.
+
+    ends: of all nodes, in the order in which they came. signalled: the signal that the launcher
+    passed on; drains: by which training saves and finishes.
+    """
+    if any(end.ends_job and end.code == 0 for end in ends) and (signalled is None or drains):
+        return 0, ""
+    if signalled is not None:
+        return 128 + signalled, ""
+    said = [end.code for end in ends if end.ends_job]
+    said += [end.code for end in ends if not end.is_loss and end.code == EXIT_MINORITY]
+    if said:
+        return said[0], ""
+    nodes = ", ".join(f"node {end.node} with {end.code}" for end in ends[-8:])
+    return 1, (
+        f"every node is lost ({nodes or 'none had started'}); start the job again, with --load if "
+        "it has saved a checkpoint"
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRun:
+    """Nodes to start and how to treat them."""
+
+    script: str
+    arguments: tuple[str, ...]
+    ranks: tuple[RankEnvironment, ...]
+    """Of all nodes."""
+    restarts_lost_nodes: bool
+    drains_on_sigterm: bool
+    kills_on_signal: bool
+    """A signal ends the nodes without their guardians' knowledge, as a loss."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of a NodeRun."""
+
+    check_code: int
+    """Other than 0: nothing was started."""
+    ends: tuple[NodeEnd, ...]
+    signalled: int | None
+    drains: bool
 
 
 def add_launch_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -52,152 +127,218 @@ def add_launch_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
 def run_launch(args: argparse.Namespace) -> int:
     """Returns the exit code of the job; 2 for input that does not fit."""
     try:
-        config, grid = checked_job(args)
+        config, _ = checked_job(args)
+        token = token_from_environ()
     except ConfigError as error:
         print(f"deadpool: {error}", file=sys.stderr)
         return 2
     if config.log_dir is not None:
         os.makedirs(config.log_dir, exist_ok=True)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    num_active = args.nodes - args.spare_nodes
     print(
-        f"[deadpool] {num_active} nodes of {args.ranks_per_node} ranks train, {args.spare_nodes} "
-        "spare; importing torch and megatron-core",
+        f"[deadpool] {args.nodes - args.spare_nodes} nodes of {args.ranks_per_node} ranks train, "
+        f"{args.spare_nodes} spare; importing torch and megatron-core",
         flush=True,
     )
-    fork_server = ForkServer(args.script, args.arguments)
-    set_process_name("dp-launcher")
+    folder = tempfile.mkdtemp(prefix="deadpool-")  # Mode 0700.
     try:
-        return asyncio.run(_run(args, config, grid, fork_server))
+        ranks = tuple(
+            RankEnvironment(
+                job_file=os.path.join(folder, "job.json"),
+                contacts=(),
+                token=token,
+                forms_job=node == 0 and local_rank == 0,
+                node=node,
+                local_rank=local_rank,
+                num_nodes=args.nodes,
+                ranks_per_node=args.ranks_per_node,
+                num_spare_nodes=args.spare_nodes,
+                host=_HOST if config.interface is None else None,
+            )
+            for node in range(args.nodes)
+            for local_rank in range(args.ranks_per_node)
+        )
+        outcome = run_nodes(
+            NodeRun(
+                script=args.script,
+                arguments=tuple(args.arguments),
+                ranks=ranks,
+                restarts_lost_nodes=args.restart_lost_nodes,
+                drains_on_sigterm=config.drains_on_sigterm,
+                kills_on_signal=False,
+            )
+        )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if outcome.check_code != 0:
+        return outcome.check_code
+    exit_code, reason = job_exit_code(
+        outcome.ends, signalled=outcome.signalled, drains=outcome.drains
+    )
+    if reason:
+        print(f"deadpool: {reason}", file=sys.stderr, flush=True)
+    return exit_code
+
+
+def run_nodes(run: NodeRun) -> Outcome:
+    """Check the script's input, start the nodes, and follow them to their end. Main thread."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    fork_server = ForkServer(run.script, run.arguments)
+    set_process_name("dp-launcher")
+
+    async def follow() -> Outcome:
+        return await _Nodes(run, fork_server).run()
+
+    try:
+        return asyncio.run(follow())
     finally:
         fork_server.close()
 
 
-async def _run(
-    args: argparse.Namespace, config: DeadpoolConfig, grid: Grid, fork_server: ForkServer
-) -> int:
-    return await _Launch(args, config, grid, fork_server).run()
+class _Nodes:
+    """One NodeRun; lives on one event loop."""
 
-
-class _Launch:
-    """One job; lives on one event loop."""
-
-    def __init__(
-        self, args: argparse.Namespace, config: DeadpoolConfig, grid: Grid, fork_server: ForkServer
-    ) -> None:
-        self._args = args
-        self._config = config
-        self._grid = grid
+    def __init__(self, run: NodeRun, fork_server: ForkServer) -> None:
+        self._run = run
         self._fork_server = fork_server
-        self._token = secrets.token_hex(16)
-        self._pids: dict[int, int] = {}
+        self._loop = asyncio.get_running_loop()
+        self._checked: asyncio.Future[int] = self._loop.create_future()
         self._all_ended = asyncio.Event()
-        self._checked: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._coordinator: Coordinator | None = None
-        self._address: tuple[str, int] = (_HOST, 0)
+        self._pids: dict[int, int | None] = {}
+        """Nodes that have not ended; None until a node's start is confirmed."""
+        self._ends: list[NodeEnd] = []
+        self._signalled: int | None = None
+        self._is_over = False
+        """The job has ended, or is being ended: nothing is started any more."""
+        self._is_killing = False
 
-    async def run(self) -> int:
-        loop = asyncio.get_running_loop()
+    async def run(self) -> Outcome:
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal, number)
-        reader, writer = await asyncio.open_connection(sock=self._fork_server.socket)
-        follow = loop.create_task(self._follow_fork_server(reader))
-        self._fork_server_writer = writer
-        self._command({"check": {"DEADPOOL_ROLE": "check", **self._common_environ()}})
-        code = await self._checked
-        if code != 0:
-            follow.cancel()
-            return code
-        self._coordinator = Coordinator(
-            config=self._config,
-            grid=self._grid,
-            num_spare_nodes=self._args.spare_nodes,
-            token=self._token,
-            fence=self._fence,
-        )
-        self._address = await self._coordinator.listen(_HOST)
-        for node in range(self._args.nodes):
-            self._start_node(node)
-        exit_code, reason = await self._coordinator.wait_end()
-        if reason:
-            print(f"deadpool: {reason}", file=sys.stderr, flush=True)
-        await self._wait_nodes(60.0 if exit_code == 0 else 5.0)
-        await self._coordinator.close()
+            self._loop.add_signal_handler(number, self._on_signal, number)
+        reader, self._writer = await asyncio.open_connection(sock=self._fork_server.socket)
+        follow = self._loop.create_task(self._follow_fork_server(reader))
+        world_size = str(self._run.ranks[0].world_size)
+        self._command({"check": {"DEADPOOL_ROLE": "check", "WORLD_SIZE": world_size}})
+        check_code = await self._checked
+        if check_code == 0:
+            for node in sorted({rank.node for rank in self._run.ranks}):
+                self._start_node(node, self._run.ranks)
+            await self._all_ended.wait()
         follow.cancel()
-        return exit_code
+        return Outcome(
+            check_code=check_code,
+            ends=tuple(self._ends),
+            signalled=self._signalled,
+            drains=self._drains,
+        )
 
-    async def _wait_nodes(self, timeout_s: float) -> None:
-        if self._pids:
-            self._all_ended.clear()
-            try:
-                await asyncio.wait_for(self._all_ended.wait(), timeout_s)
-            except asyncio.TimeoutError:
-                for node in list(self._pids):
-                    self._fence(Node(node))
+    @property
+    def _drains(self) -> bool:
+        return self._run.drains_on_sigterm and self._signalled == signal.SIGTERM
 
     def _command(self, command: dict[str, object]) -> None:
-        self._fork_server_writer.write((json.dumps(command) + "\n").encode())
+        self._writer.write((json.dumps(command) + "\n").encode())
 
-    def _common_environ(self) -> dict[str, str]:
-        return {"WORLD_SIZE": str(self._grid.world_size)}
-
-    def _start_node(self, node: int) -> None:
+    def _start_node(self, node: int, ranks: Sequence[RankEnvironment]) -> None:
         environs = [
             {
                 "DEADPOOL_ROLE": "guardian",
-                **self._common_environ(),
-                **RankEnvironment(
-                    leader=self._address,
-                    token=self._token,
-                    node=node,
-                    local_rank=local_rank,
-                    world_size=self._grid.world_size,
-                    host=_HOST,
-                ).to_environ(),
+                "WORLD_SIZE": str(rank.world_size),
+                **rank.to_environ(),
             }
-            for local_rank in range(self._args.ranks_per_node)
+            for rank in ranks
+            if rank.node == node
         ]
+        self._pids[node] = None
         self._command({"start": node, "environs": environs})
+
+    def _restart_node(self, node: int) -> None:
+        if self._is_over:
+            self._forget(node)
+            return
+        joining = [dataclasses.replace(rank, forms_job=False) for rank in self._run.ranks]
+        self._start_node(node, joining)
 
     async def _follow_fork_server(self, reader: asyncio.StreamReader) -> None:
         while line := await reader.readline():
             message = json.loads(line)
             if "checked" in message:
-                self._checked.set_result(message["checked"])
+                if not self._checked.done():
+                    self._checked.set_result(message["checked"])
             elif "started" in message:
-                self._pids[message["started"]] = message["pid"]
+                self._node_started(message["started"], message["pid"])
             elif "ended" in message:
-                self._node_ended(message["ended"])
+                self._node_ended(
+                    NodeEnd(
+                        node=message["ended"],
+                        code=message["code"],
+                        by_signal=message["by_signal"],
+                    )
+                )
         if not self._checked.done():
             self._checked.set_result(1)
-        if self._coordinator is not None:
-            self._coordinator.end(1, "the fork server ended")
+        print("deadpool: the process that starts nodes has ended", file=sys.stderr, flush=True)
+        self._all_ended.set()  # Its nodes have ended with it.
 
-    def _node_ended(self, node: int) -> None:
+    def _node_started(self, node: int, pid: int) -> None:
+        self._pids[node] = pid
+        if self._is_killing:
+            self._kill(node)
+        elif self._signalled is not None:
+            self._pass_on(node)
+
+    def _node_ended(self, end: NodeEnd) -> None:
+        if end.ends_job and not any(earlier.ends_job for earlier in self._ends):
+            self._is_over = True
+            succeeded = end.code == 0
+            leave_s = _LEAVE_AFTER_SUCCESS_S if succeeded else _LEAVE_AFTER_FAILURE_S
+            self._loop.call_later(leave_s, self._kill_all)
+        self._ends.append(end)
+        has_others = len(self._pids) > 1
+        if self._run.restarts_lost_nodes and end.is_loss and has_others and not self._is_over:
+            self._pids[end.node] = None
+            self._loop.call_later(_RESTART_PAUSE_S, self._restart_node, end.node)
+        else:
+            self._forget(end.node)
+
+    def _forget(self, node: int) -> None:
         self._pids.pop(node, None)
-        assert self._coordinator is not None
-        if self._coordinator.is_over:
-            if not self._pids:
-                self._all_ended.set()
-        elif self._args.restart_lost_nodes:
-            self._start_node(node)
-        elif not self._pids:
-            self._coordinator.end(1, "every node has ended")
+        if not self._pids:
+            self._all_ended.set()
 
-    def _fence(self, node: Node) -> None:
-        """Kill what is left of a node. Its pid is still ours: the fork server reaps it later."""
-        pid = self._pids.get(node)
+    def _on_signal(self, number: int) -> None:
+        if not self._checked.done():
+            self._checked.set_result(128 + number)
+        elif self._signalled is not None or self._is_over or self._run.kills_on_signal:
+            self._signalled = self._signalled or (None if self._is_over else number)
+            self._is_over = True
+            self._kill_all()
+        else:
+            self._signalled = number
+            self._is_over = True
+            for node in self._pids:
+                self._pass_on(node)
+            if not self._drains:
+                self._loop.call_later(_LEAVE_AFTER_SIGNAL_S, self._kill_all)
+
+    def _pass_on(self, node: int) -> None:
+        """The signal, to the node's process, which passes it to its guardians."""
+        pid = self._pids[node]
+        if pid is not None and self._signalled is not None:
+            try:
+                os.kill(pid, self._signalled)
+            except ProcessLookupError:
+                pass  # It has ended; the news is on its way.
+
+    def _kill_all(self) -> None:
+        self._is_killing = True
+        for node in self._pids:
+            self._kill(node)
+
+    def _kill(self, node: int) -> None:
+        """Every process of the node."""
+        pid = self._pids[node]
         if pid is not None:
             try:
                 os.killpg(pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass  # All of it has ended already.
-
-    def _on_signal(self, number: int) -> None:
-        if self._coordinator is None:
-            if not self._checked.done():
-                self._checked.set_result(128 + number)
-        elif number == signal.SIGTERM and "--exit-signal-handler" in self._args.arguments:
-            self._coordinator.drain()
-        else:
-            self._coordinator.end(128 + number, f"ended by {signal.Signals(number).name}")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from deadpool.arena import Arena
-from deadpool.config import ConfigError, RankEnvironment, parse_config
+from deadpool.config import ConfigError, RankEnvironment, grid_of_rank, parse_config
 from deadpool.guardian import run_guardian
 from deadpool.protocol.types import Epoch
 
@@ -34,8 +34,11 @@ def main(argv: Sequence[str], *, train: Train, check: Callable[[Sequence[str]], 
         return check(argv)
     try:
         config, _ = parse_config(argv)
-        environment = RankEnvironment.from_environ()
-    except ConfigError as error:
+        environment = RankEnvironment.from_environ(config.spare_nodes)
+        grid = grid_of_rank(argv, environment)
+        if config.log_dir is not None:
+            os.makedirs(config.log_dir, exist_ok=True)
+    except (ConfigError, OSError) as error:
         print(f"deadpool: {error}", file=sys.stderr)
         return 2
     os.environ["WORLD_SIZE"] = str(environment.world_size)
@@ -53,4 +56,4 @@ def main(argv: Sequence[str], *, train: Train, check: Callable[[Sequence[str]], 
         )
         return train(argv, hooks)
 
-    return run_guardian(config, environment, trainer_main)
+    return run_guardian(config, environment, grid, trainer_main)

@@ -27,6 +27,7 @@ GUARDIAN = (
     "deadpool",
     "deadpool.__main__",
     "deadpool.guardian",
+    "deadpool.join",
     "deadpool.launcher",
     "deadpool.run",
 )

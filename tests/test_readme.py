@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from deadpool.config import add_arguments, check_launch, parse_config
+from deadpool.config import RankEnvironment, add_arguments, checked_job, grid_of_rank, parse_config
+from deadpool.join import add_join_parser
 from deadpool.launcher import add_launch_parser
-from deadpool.lead import add_lead_parser
 from megatron.training.arguments import parse_args, validate_args
 from tools import preprocess_data
 
@@ -32,7 +32,7 @@ def build_deadpool_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     subparsers = parser.add_subparsers()
     add_launch_parser(subparsers)
-    add_lead_parser(subparsers)
+    add_join_parser(subparsers)
     return parser
 
 
@@ -62,6 +62,26 @@ def all_commands() -> list[tuple[str, list[str]]]:
     return found
 
 
+def slurm_sizes() -> dict[str, str]:
+    """What srun tells the first task of the README's batch script."""
+    sizes = re.search(r"^#SBATCH --nodes=(\d+) --ntasks-per-node=(\d+)", README, re.MULTILINE)
+    assert sizes is not None
+    nodes, tasks = map(int, sizes.groups())
+    return {
+        "SLURM_NODEID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NNODES": str(nodes),
+        "SLURM_NTASKS": str(nodes * tasks),
+    }
+
+
+def test_join_command_parses() -> None:
+    (line,) = re.findall(r"^    python -m deadpool (join .*)$", README, re.MULTILINE)
+    joining = build_deadpool_parser().parse_args(line.split())
+    assert joining.node >= joining.nodes > joining.spare_nodes > 0
+    assert (joining.script, joining.arguments) == ("SCRIPT", ["ARGS..."])
+
+
 def after(words: list[str], name: str) -> list[str] | None:
     """The words after the one that ends in `name`."""
     for position, word in enumerate(words):
@@ -82,16 +102,10 @@ def test_command_parses_and_its_flags_fit(
         preprocess_data.build_parser().parse_args(flags)
     world_size = 0
     launch = after(words, "deadpool")
-    if launch and launch[0] in ("launch", "lead"):
+    if launch and launch[0] == "launch":
         launched = build_deadpool_parser().parse_args(launch)
-        config, light = parse_config(launched.arguments)
-        grid = check_launch(
-            light,
-            config,
-            num_nodes=launched.nodes,
-            ranks_per_node=launched.ranks_per_node,
-            num_spare_nodes=launched.spare_nodes,
-        )
+        launched.script = str(ROOT / Path(launched.script).name)
+        _, grid = checked_job(launched)
         world_size = grid.world_size
     torchrun = after(words, "torchrun")
     if torchrun is not None:
@@ -102,7 +116,13 @@ def test_command_parses_and_its_flags_fit(
         world_size = int(parsed.nnodes.partition(":")[0]) * int(parsed.nproc_per_node)
     flags = after(words, "pretrain_gpt.py")
     if flags is not None and words[0] == "srun" and torchrun is None:
-        return  # The tasks of the job that the command before it leads, with the same words.
+        for name, value in {**slurm_sizes(), "DEADPOOL_JOB_FILE": "job.json"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("DEADPOOL_NODE", raising=False)
+        config, _ = parse_config(flags)
+        assert config.spare_nodes is not None
+        environment = RankEnvironment.from_environ(config.spare_nodes)
+        world_size = grid_of_rank(flags, environment).world_size
     if flags is not None:
         assert world_size
         args = parse_args(flags, add_arguments)
@@ -126,8 +146,11 @@ def known_flags() -> set[str]:
         get_args_parser(),
     ]
     flags = {flag for parser in parsers for flag in parser._option_string_actions}
-    launch = build_deadpool_parser().parse_args(["launch", "--nodes", "3", "script"])
-    return flags | OTHERS_FLAGS | {"--" + name.replace("_", "-") for name in vars(launch)}
+    sizes = ["--nodes", "3", "script"]
+    launch = build_deadpool_parser().parse_args(["launch", *sizes])
+    join = build_deadpool_parser().parse_args(["join", "host:1", "--node", "3", *sizes])
+    ours = {"--" + name.replace("_", "-") for name in [*vars(launch), *vars(join)]}
+    return flags | OTHERS_FLAGS | ours
 
 
 @pytest.mark.parametrize("file", [ROOT / "README.md", *SCRIPTS], ids=lambda file: file.name)
