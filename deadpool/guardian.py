@@ -161,7 +161,7 @@ class GuardianProcess:
             return EXIT_NO_JOB if found is None else self._exit.result().exit_code
         self._token, contacts = found
         towards = contacts[0] if contacts else None
-        host = self._environment.host or choose_host(self._config.interface, towards)
+        host = self._host = self._environment.host or choose_host(self._config.interface, towards)
         peers = self._peers = Peers(token=self._token, deliver=self._feed)
         shelf = ReplicaShelf()
         server = ReplicaServer(
@@ -257,7 +257,11 @@ class GuardianProcess:
                 self._start(self._find_contact())
             case e.AbortTrainer():
                 self._transfers.cancel()
-                self._tell_trainer(m.EnterEpoch(epoch=action.epoch, opens_store=action.opens_store))
+                self._tell_trainer(
+                    m.EnterEpoch(
+                        epoch=action.epoch, opens_store=action.opens_store, host=self._host
+                    )
+                )
             case e.CancelTransfers():
                 self._transfers.cancel()
             case e.AdoptPlan():

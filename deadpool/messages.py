@@ -119,6 +119,8 @@ class EnterEpoch:
 
     epoch: Epoch
     opens_store: bool
+    host: str
+    """Address on which this trainer's groups and store listen."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from deadpool.protocol.types import Epoch, Plan, Slot
 class _State:
     link: GuardianLink
     registry: GroupRegistry
-    host: str
+    host: str = ""
     """Address on which this trainer's groups and stores listen."""
     slot: Slot | None = None
     plan: Plan | None = None
@@ -36,10 +36,10 @@ class _State:
 _state: _State | None = None
 
 
-def attach(link: GuardianLink, registry: GroupRegistry, host: str) -> None:
+def attach(link: GuardianLink, registry: GroupRegistry) -> None:
     """Connect this process's parallel state to its guardian."""
     global _state
-    _state = _State(link, registry, host)
+    _state = _State(link, registry)
 
 
 def _attached() -> _State:
@@ -109,7 +109,7 @@ def create_groups(create: Callable[..., None], world_size: int) -> None:
 def acknowledge(abort: m.EnterEpoch) -> None:
     """Enter the announced epoch: this process stands outside every collective."""
     state = _attached()
-    state.link.epoch = abort.epoch
+    state.link.epoch, state.host = abort.epoch, abort.host
     state.registry.leave(abort.epoch)
     state.store = None
     if abort.opens_store:

@@ -61,7 +61,7 @@ class DeadpoolHooks:
         self._stall_s = 0.0
         self._setup_s: float | None = None
         """How long a replacement took to build its model; None once reported."""
-        parallel_state.attach(link, registry, environment.host)
+        parallel_state.attach(link, registry)
 
     # TrainingHooks
 
