@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import os
 import socket
@@ -15,7 +16,7 @@ import pytest
 
 from deadpool import messages as m
 from deadpool import peers as peers_module
-from deadpool.handshake import MAX_IN_HANDSHAKE, Dialer, Purpose
+from deadpool.handshake import Dialer, Purpose
 from deadpool.peers import Peers
 from deadpool.protocol.events import (
     Dead,
@@ -553,6 +554,55 @@ def test_probe_of_a_dead_process_says_so_and_of_a_live_one_nothing() -> None:
     run(test)
 
 
+def test_probe_that_learns_nothing_says_nothing() -> None:
+    async def test() -> None:
+        async with guardians(1, handshake_timeout_s=0.2) as (prober,):
+            with (
+                socket.create_server((HOST, 0), backlog=0) as full,
+                contextlib.ExitStack() as stack,
+            ):
+                # Its queue is full: the kernel drops what comes, as on a lossy network.
+                for _ in range(3):
+                    dialling = stack.enter_context(socket.socket())
+                    dialling.setblocking(False)
+                    dialling.connect_ex(full.getsockname())
+                prober.call(prober.peers.probe, member_at(full.getsockname()[1]))
+                while prober.peers._probes:
+                    await asyncio.sleep(0.01)
+                assert prober.events == []
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("code", "is_dead"),
+    [
+        (errno.ECONNREFUSED, True),
+        (errno.EHOSTUNREACH, True),
+        (errno.ENETUNREACH, True),
+        (errno.ETIMEDOUT, False),
+        (errno.EADDRNOTAVAIL, False),
+        (errno.EMFILE, False),
+    ],
+)
+def test_probe_goes_by_what_the_kernel_says(
+    code: int, is_dead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    async def test() -> None:
+        async with guardians(1) as (prober,):
+            monkeypatch.setattr(prober.peers.loop, "create_connection", fail)
+            member = member_at(1)
+            prober.call(prober.peers.probe, member)
+            while prober.peers._probes:
+                await asyncio.sleep(0)
+            assert prober.events == ([Dead(member=member.member)] if is_dead else [])
+
+    run(test)
+
+
 # Strangers, and members that misbehave
 
 
@@ -692,16 +742,20 @@ def test_open_connection_outlives_the_bound_of_the_handshake() -> None:
     run(test)
 
 
-def test_strangers_in_handshake_are_bounded_and_who_comes_then_waits() -> None:
+def test_strangers_in_handshake_are_bounded_and_who_comes_then_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peers_module, "MAX_IN_HANDSHAKE", 16)
+
     async def test() -> None:
         async with guardians(2) as (leader, follower):
-            strangers = [await Raw.connect(leader) for _ in range(MAX_IN_HANDSHAKE + 10)]
+            strangers = [await Raw.connect(leader) for _ in range(26)]
             follower.to_leader(leader)
-            while len(leader.peers.strangers) < MAX_IN_HANDSHAKE:
+            while len(leader.peers.strangers) < 16:
                 await asyncio.sleep(0)
             for _ in range(100):
                 await asyncio.sleep(0)
-            assert len(leader.peers.strangers) == MAX_IN_HANDSHAKE and leader.events == []
+            assert len(leader.peers.strangers) == 16 and leader.events == []
             for stranger in strangers:
                 stranger.close()
             await leader.until(1)

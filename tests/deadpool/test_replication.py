@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from deadpool import messages as m
+from deadpool import replication
 from deadpool.arena import NUM_BUFFERS, ReplicaShelf, checksum
-from deadpool.handshake import MAX_IN_HANDSHAKE
 from deadpool.messages import Answer, Offer
 from deadpool.protocol.events import AnswerOffer, AnswerPull, Asked, Offered, Received
 from deadpool.protocol.types import Epoch, Iteration, Member, MemberId, Node, Slot
@@ -362,19 +362,22 @@ def test_silent_strangers_are_cut_off_within_the_bound_and_the_next_put_works() 
     run(test)
 
 
-def test_strangers_in_handshake_are_bounded_and_who_comes_then_waits() -> None:
+def test_strangers_in_handshake_are_bounded_and_who_comes_then_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replication, "MAX_IN_HANDSHAKE", 16)
+
     async def test() -> None:
         async with hosts() as (host,):
             strangers = [
-                await asyncio.open_connection("127.0.0.1", host.server.port)
-                for _ in range(MAX_IN_HANDSHAKE + 10)
+                await asyncio.open_connection("127.0.0.1", host.server.port) for _ in range(26)
             ]
             waiting = asyncio.create_task(put(host, 7, PAYLOAD))
-            while len(host.server._tasks) < MAX_IN_HANDSHAKE:
+            while len(host.server._tasks) < 16:
                 await asyncio.sleep(0)
             for _ in range(100):
                 await asyncio.sleep(0)
-            assert len(host.server._tasks) == MAX_IN_HANDSHAKE and not waiting.done()
+            assert len(host.server._tasks) == 16 and not waiting.done()
             for _, writer in strangers:
                 writer.close()
             assert await waiting == len(PAYLOAD)
