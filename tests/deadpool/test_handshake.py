@@ -30,7 +30,7 @@ def test_handshake_between_two_of_the_job_is_over_after_three_messages() -> None
     assert TOKEN not in dialer.opening + answer + proof
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_handshake_in_pieces_ends_alike_and_hands_on_what_follows(data: st.DataObject) -> None:
     dialer, acceptor = pair()
@@ -119,7 +119,7 @@ def test_more_than_a_handshake_is_refused_before_it_is_kept() -> None:
         dialer.receive(acceptor.receive(dialer.opening) + b"x")
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 104), st.integers(1, 255))
 def test_answer_with_any_byte_changed_fails(place: int, change: int) -> None:
     dialer, acceptor = pair()

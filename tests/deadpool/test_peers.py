@@ -9,7 +9,7 @@ import itertools
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -308,6 +308,47 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
+@contextlib.contextmanager
+def full_listener() -> Iterator[int]:
+    """A port whose queue is full: the kernel drops what comes, as a lossy network does."""
+    with socket.create_server((HOST, 0), backlog=0) as server, contextlib.ExitStack() as stack:
+        for _ in range(3):
+            dialling = stack.enter_context(socket.socket())
+            dialling.setblocking(False)
+            dialling.connect_ex(server.getsockname())
+        yield server.getsockname()[1]
+
+
+def test_leader_that_cannot_be_reached_is_reported_gone_within_the_bound() -> None:
+    async def test() -> None:
+        async with guardians(1, handshake_timeout_s=0.2) as (follower,):
+            with full_listener() as port:
+                leader = member_at(port)
+                follower.to_leader(leader)
+                assert await follower.until(1) == [
+                    LeaderGone(sender=leader.member, reason="no answer within 0.2 s")
+                ]
+
+    run(test)
+
+
+def test_leader_that_cannot_be_reached_is_left_for_another_and_at_close() -> None:
+    async def test() -> None:
+        async with guardians(2) as (leader, follower):
+            with full_listener() as port:
+                follower.to_leader(member_at(port))
+                await asyncio.sleep(0)
+                follower.to_leader(leader)
+                await leader.until(1)
+                assert len(follower.peers.connections) == 1
+                follower.to_leader(member_at(port))
+                await asyncio.sleep(0)
+                await follower.peers.close(0.1)
+                assert follower.events == []
+
+    run(test)
+
+
 def test_leader_where_nobody_listens_is_reported_gone() -> None:
     async def test() -> None:
         async with guardians(1) as (follower,):
@@ -462,7 +503,7 @@ def blocking_dial(guardian: Guardian, me: Member) -> socket.socket:
     return sock
 
 
-def test_hang_up_from_an_event_drops_what_came_with_it() -> None:
+def test_hang_up_from_an_event_drops_what_came_with_it(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         async with guardians(1) as (leader,):
             me = member_at(1)
@@ -470,12 +511,9 @@ def test_hang_up_from_an_event_drops_what_came_with_it() -> None:
 
             def react(event: Event) -> None:
                 assert isinstance(event, FromFollower)
-                leader.to_member(event.sender, m.Leave())  # type: ignore[attr-defined]
+                leader.peers.to_followers((event.sender,), m.Leave())
                 leader.peers.hang_up((event.sender,))
 
-            leader.to_member = lambda member, message: leader.peers.to_followers(  # type: ignore[attr-defined]
-                (member,), message
-            )
             leader.react = react
             raw.send(staged(1), staged(2), staged(3))
             assert await raw.ended() == m.encode(m.Leave())
@@ -484,6 +522,7 @@ def test_hang_up_from_an_event_drops_what_came_with_it() -> None:
             assert leader.events == [FromFollower(sender=me.member, message=staged(1))]
 
     run(test)
+    assert not [r for r in caplog.records if "refused" in r.getMessage()]
 
 
 # Contacts and probes
@@ -557,16 +596,8 @@ def test_probe_of_a_dead_process_says_so_and_of_a_live_one_nothing() -> None:
 def test_probe_that_learns_nothing_says_nothing() -> None:
     async def test() -> None:
         async with guardians(1, handshake_timeout_s=0.2) as (prober,):
-            with (
-                socket.create_server((HOST, 0), backlog=0) as full,
-                contextlib.ExitStack() as stack,
-            ):
-                # Its queue is full: the kernel drops what comes, as on a lossy network.
-                for _ in range(3):
-                    dialling = stack.enter_context(socket.socket())
-                    dialling.setblocking(False)
-                    dialling.connect_ex(full.getsockname())
-                prober.call(prober.peers.probe, member_at(full.getsockname()[1]))
+            with full_listener() as port:
+                prober.call(prober.peers.probe, member_at(port))
                 while prober.peers._probes:
                     await asyncio.sleep(0.01)
                 assert prober.events == []
@@ -735,8 +766,10 @@ def test_open_connection_outlives_the_bound_of_the_handshake() -> None:
             leader.to_leader(other)
             await silent.ended()  # Its bound began later than that of the open ones.
             raw.send(staged(2))
-            await leader.until(2)
-            assert len(leader.events) == 2
+            assert await leader.until(2) == [
+                FromFollower(sender=me.member, message=staged(1)),
+                FromFollower(sender=me.member, message=staged(2)),
+            ]
             raw.close()
 
     run(test)
@@ -837,7 +870,7 @@ def test_close_brings_what_was_sent_and_delivers_nothing_more() -> None:
 
 def test_close_does_not_wait_longer_than_its_bound_for_who_does_not_read() -> None:
     async def test() -> None:
-        async with guardians(1) as (leader,):
+        async with guardians(1, handshake_timeout_s=2 * BOUND_S) as (leader,):
             me = member_at(1)
             raw = await Raw.greet(leader, me)
             raw.writer.transport.pause_reading()  # type: ignore[attr-defined]
@@ -845,7 +878,8 @@ def test_close_does_not_wait_longer_than_its_bound_for_who_does_not_read() -> No
             await leader.until(1)
             message = m.Fenced(reason="x" * 10_000_000)
             leader.call(leader.peers.to_followers, (me.member,), message)
-            await leader.peers.close(0.1)
+            leader.call(leader.peers.hang_up, (me.member,))
+            await leader.peers.close(0.1)  # Sooner than what was hung up would be given up.
             assert leader.peers.connections == set() and len(leader.events) == 1
             raw.close()
 

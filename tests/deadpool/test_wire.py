@@ -141,7 +141,7 @@ def test_message_longer_than_the_bound_is_refused_before_it_is_read() -> None:
     assert checked_length(m.MAX_MESSAGE_BYTES.to_bytes(4, "little")) == m.MAX_MESSAGE_BYTES
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(MESSAGES, st.data())
 def test_message_cut_anywhere_raises_wire_error(message: m.Message, data: st.DataObject) -> None:
     frame = m.encode(message)
@@ -149,6 +149,7 @@ def test_message_cut_anywhere_raises_wire_error(message: m.Message, data: st.Dat
         feed(frame[: data.draw(st.integers(0, len(frame) - 1))])
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 @example(b"")
 @example(b"\xff\x80")
@@ -172,7 +173,7 @@ def test_garbage_raises_wire_error_and_nothing_else(body: bytes) -> None:
         parse_message(body)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(MESSAGES, st.data())
 def test_message_with_bytes_changed_is_a_message_or_raises_wire_error(
     message: m.Message, data: st.DataObject
@@ -203,7 +204,7 @@ def test_message_with_fields_that_are_not_its_raises_wire_error(fields: Any) -> 
 # Bytes as they come
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.binary(max_size=50), max_size=20), st.lists(st.integers(1, 40), min_size=1))
 def test_frame_parser_however_bytes_are_cut_yields_the_same_frames(
     bodies: list[bytes], cuts: list[int]
