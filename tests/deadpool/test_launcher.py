@@ -111,6 +111,11 @@ for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, on_signal)
 if word.startswith("exit"):
     sys.exit(int(word[4:]))
+if word == "last":
+    seen = [f"seen-1-{r}" for r in range(2)]
+    while not all(os.path.exists(s) and open(s).read() == "1\\n1\\n" for s in seen):
+        time.sleep(0.01)
+    sys.exit(0)
 if word == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
 trainer = subprocess.Popen(["sleep", "60"])
@@ -235,7 +240,7 @@ def test_loss_of_some_nodes_does_not_end_the_job(start):
 
 
 def test_lost_node_is_started_anew_and_joins(start, tmp_path):
-    running = start(["kill", "exit0"], ["exit72", "wait"], "wait", flags=["--restart-lost-nodes"])
+    running = start(["kill", "last"], ["exit72", "wait"], "wait", flags=["--restart-lost-nodes"])
     code, output = running.end()
     assert code == 0, output
     assert (tmp_path / "seen-0-0").read_text() == "0\n1\n"
