@@ -135,20 +135,26 @@ class Guardian:
     def _lead_when_supported(self) -> list[Action | StepDown]:
         if self.standing is not Standing.SEEKING or self.upstream != self.me:
             return []
+        if self.end is not None and self._lost == self.me:
+            return []  # Its own end, which no majority noted: others may have decided another.
         supporters = self._supporters
         ends = [s.end for s in supporters.values() if s.end] + ([self.end] if self.end else [])
         told = max(ends, key=lambda end: end.epoch, default=None)
-        if told is not None and told.epoch >= self.promised:
+        newest = self._rosters[-1].id.epoch
+        if told is not None and told.epoch >= newest:
             members = [self.me, *(s.member for s in supporters.values())]
             self.leader, actions = Leader.take_over_end(
                 self._settings, self.me, end=told, members=members
             )
         elif all(roster.is_quorum({*supporters, self.me.member}) for roster in self._rosters):
+            lost = self._lost
+            if lost is not None and (lost == self.me or lost.member in supporters):
+                lost = None  # It leads no more, and is there.
             self.leader, actions = Leader.succeed(
                 self._settings,
                 self.me,
                 rosters=self._rosters,
-                lost=self._lost if self._lost != self.me else None,
+                lost=lost,
                 promised=max([self.promised, *(s.promised for s in supporters.values())]),
             )
         else:
@@ -209,7 +215,7 @@ class Guardian:
         following = next((x for x in order if x.member not in self._tried), None)
         self.upstream, self._age = following, 0
         if following is None:
-            if self.end is not None:
+            if self.end is not None and self._lost != self.me:
                 # Who was told the end is served by those that know it, or they have left.
                 return self._give_up(self.end.exit_code, "")
             return []
@@ -396,11 +402,16 @@ class Guardian:
         return [e.DrainTrainer()]
 
     def _ended(self, message: m.Ended) -> list[Action | StepDown]:
+        if message.end.epoch < self.promised:
+            return []
+        self.promised = message.end.epoch
         self.standing, self._age = Standing.FOLLOWING, 0
-        if self.end is not None:
-            return self._tell(m.EndNoted())
-        self.end = message.end
-        return [e.StopTrainer(end=message.end), *self._tell(m.EndNoted())]
+        stop: list[Action | StepDown] = []
+        if self.end is None:
+            stop.append(e.StopTrainer(end=message.end))
+        if self.end is None or message.end.epoch > self.end.epoch:
+            self.end = message.end
+        return [*stop, *self._tell(m.EndNoted())]
 
     def _leave(self, message: m.Leave) -> list[Action | StepDown]:
         if self.end is None:
@@ -409,8 +420,6 @@ class Guardian:
         return [e.Exit(exit_code=self.end.exit_code, reason=reason)]
 
     def _fenced(self, message: m.Fenced) -> list[Action | StepDown]:
-        if self.end is not None:
-            return self._give_up(self.end.exit_code, "")
         return self._give_up(EXIT_FENCED, f"this node counts as lost: {message.reason}")
 
     # From the trainer, and from outside

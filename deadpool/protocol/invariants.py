@@ -55,20 +55,26 @@ def require(holds: bool, broken: str) -> None:
 # 1: shard completeness
 
 
-def is_restorable(
-    iteration: Iteration, plan: Plan, memories: Mapping[MemberId, Holdings], lost: Node | None
-) -> bool:
-    """Every slot of the plan finds `iteration` in memory outside the node `lost`."""
-    alive = {
-        member.member: memories[member.member]
-        for member in plan.slots
-        if member.node != lost and member.member in memories
-    }
-    kept = {slot for h in alive.values() for slot, i in h.replicas if i == iteration}
-    return all(
-        (member.member in alive and iteration in alive[member.member].own) or Slot(slot) in kept
-        for slot, member in enumerate(plan.slots)
-    )
+def nodes_needed(
+    iteration: Iteration, plan: Plan, memories: Mapping[MemberId, Holdings]
+) -> Set[Node]:
+    """Nodes of the plan whose loss alone leaves `iteration` incomplete in memory."""
+    kept_on: dict[Slot, set[Node]] = {}
+    for slot, member in enumerate(plan.slots):
+        nodes = kept_on.setdefault(Slot(slot), set())
+        if iteration in memories[member.member].own:
+            nodes.add(member.node)
+    for member in plan.slots:
+        for slot, kept in memories[member.member].replicas:
+            if kept == iteration:
+                kept_on[slot].add(member.node)
+    needed: set[Node] = set()
+    for nodes in kept_on.values():
+        if not nodes:
+            return {member.node for member in plan.slots}
+        if len(nodes) == 1:
+            needed |= nodes
+    return needed
 
 
 def check_completeness(
@@ -79,15 +85,16 @@ def check_completeness(
 
     committed: in the plan's epoch. highest: the newest that any slot has completed.
     """
-    for node in sorted({member.node for member in plan.slots}):
-        require(
-            any(
-                is_restorable(Iteration(i), plan, memories, node)
-                for i in range(highest, committed - 1, -1)
-            ),
-            f"1: {committed} is committed in epoch {plan.epoch}, and without node {node} no "
-            "iteration from it on can be restored everywhere",
-        )
+    needed: Set[Node] | None = None
+    for iteration in range(committed, highest + 1):
+        here = nodes_needed(Iteration(iteration), plan, memories)
+        needed = here if needed is None else needed & here
+        if not needed:
+            return
+    raise Violated(
+        f"1: {committed} is committed in epoch {plan.epoch}, and without one of the nodes "
+        f"{sorted(needed or ())} no iteration from it on can be restored everywhere"
+    )
 
 
 # 2 and 4: who is who

@@ -105,6 +105,10 @@ class Leader:
         """The newest proposed or known one."""
         self._accepts: Ballot | None = None
         """While a proposed roster is not in force."""
+        self._knows: set[MemberId] = set()
+        """Members that have accepted `_roster` and stayed connected: differences do for them."""
+        self._unaware = False
+        """A member of `_roster` joined anew, and does not know it."""
         self._slot_of: dict[MemberId, Slot] = {}
         if self._roster is not None:
             self._slot_of = {member: Slot(s) for s, member in enumerate(self._roster.slots)}
@@ -244,6 +248,9 @@ class Leader:
         return actions + self._announce()
 
     def _admit(self, member: Member) -> None:
+        self._knows.discard(member.member)
+        if self._roster is not None and self._roster.find(member.member) is not None:
+            self._unaware = True
         self.members[member.member] = member
         self._heard[member.member] = self._now
         self._connected.add(member.member)
@@ -283,9 +290,13 @@ class Leader:
     # Losses
 
     def _lose(self, nodes: Iterable[Node], reason: str) -> list[Action | StepDown]:
-        """Whole nodes go. Without slots: out of the next roster. With slots: a new epoch."""
+        """Whole nodes go. Without slots: out of the next roster. With slots: a new epoch. Where
+        no majority would be left it is this leader that is cut off: nobody is fenced by it."""
         nodes = sorted(set(nodes))
         gone = tuple(x.member for x in self.members.values() if x.node in nodes)
+        left = self.members.keys() - set(gone)
+        if self._me.node not in nodes and not all(r.is_quorum(left) for r in self.rosters.values()):
+            return [StepDown()]
         fence: list[Action | StepDown] = [
             ToFollowers(members=gone, message=m.Fenced(reason=reason)),
             HangUp(members=gone),
@@ -314,7 +325,8 @@ class Leader:
 
     def _lost_too_early(self, reason: str) -> str:
         nodes = ", ".join(map(str, self.nodes_lost))
-        return f"node {nodes} was lost before the first snapshot was complete: {reason}"
+        what = f"node {nodes} was lost" if nodes else "an epoch failed"
+        return f"{what} before the first snapshot was complete: {reason}"
 
     def _trainer_lost(self, sender: MemberId, message: m.TrainerLost) -> list[Action | StepDown]:
         node = self.members[sender].node
@@ -392,6 +404,8 @@ class Leader:
 
     def _support_ending(self, sender: MemberId, message: m.Support) -> list[Action | StepDown]:
         assert self.end is not None
+        if message.promised > self.epoch:
+            return []  # It would not note this end.
         self._admit(message.member)
         return [ToFollowers(members=(sender,), message=m.Ended(end=self.end))]
 
@@ -466,7 +480,7 @@ class Leader:
         base = self._roster
         roster = Roster(
             id=RosterId(self.epoch, 0),
-            members=succession(self._me, self.members.values()),
+            members=self._in_order(),
             slots=slots,
         )
         replaced = tuple(Slot(s) for s, member in enumerate(slots) if not acks[member].has_state)
@@ -492,6 +506,14 @@ class Leader:
             self._enter(Phase.REGROUPING, spares_used=tuple(sorted(spares)), restore=restore),
             *self._propose(roster, base, restart),
         ]
+
+    def _in_order(self) -> tuple[Member, ...]:
+        """As whoever knows the newest roster composes it from the differences."""
+        known = self._roster.members if self._roster is not None else ()
+        stay = [x for x in known if x.member in self.members]
+        come = self.members.keys() - {x.member for x in known}
+        comers = [x for x in self.members.values() if x.member in come]
+        return succession(self._me, [*stay, *comers])
 
     def _nothing_to_restore(self) -> list[Action | StepDown]:
         if self.committed is None:
@@ -533,6 +555,7 @@ class Leader:
             ),
         )
         knows = self._knowing(base)
+        self._unaware, self._knows = False, set()
         groups = [
             (difference, tuple(x.member for x in roster.members if x.member in knows)),
             (whole, tuple(x.member for x in roster.members if x.member not in knows)),
@@ -542,10 +565,13 @@ class Leader:
     def _knowing(self, base: Roster) -> set[MemberId]:
         if self.phase is Phase.REGROUPING:
             return {x for x, ack in self._aborted.items() if ack.accepted == base.id}
-        return {x.member for x in base.members}
+        return self._knows
 
     def _take_accepted(self, sender: MemberId, message: m.Accepted) -> list[Action | StepDown]:
-        if self._accepts is None or self._roster is None or message.roster != self._roster.id:
+        if self._roster is None or message.roster != self._roster.id:
+            return []
+        self._knows.add(sender)
+        if self._accepts is None:
             return []
         self._accepts.add(sender)
         if self.phase is Phase.REGROUPING:
@@ -592,11 +618,12 @@ class Leader:
         """Spares have come or gone while all slots train: one change at a time."""
         base = self._roster
         assert base is not None
-        if self._accepts is not None or self.members.keys() == {x.member for x in base.members}:
+        is_new = self._unaware or self.members.keys() != {x.member for x in base.members}
+        if self._accepts is not None or not is_new:
             return []
         self._roster = Roster(
             id=RosterId(self.epoch, base.id.version + 1),
-            members=succession(self._me, self.members.values()),
+            members=self._in_order(),
             slots=base.slots,
         )
         self._accepts = Ballot([*self.rosters.values(), self._roster])
@@ -688,6 +715,9 @@ class Leader:
         return self._leave()
 
     def _leave(self) -> list[Action | StepDown]:
+        """Without a majority that has noted it, others may have decided another end."""
+        if not all(roster.is_quorum(self._noted) for roster in self.rosters.values()):
+            return [StepDown()]
         return [ToFollowers(members=tuple(self.members), message=m.Leave())]
 
     def _ignore(self, sender: MemberId, message: m.Upstream) -> list[Action | StepDown]:

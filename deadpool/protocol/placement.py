@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Set
 
 from deadpool.protocol.types import Holdings, Iteration, Member, MemberId, Node, Slot
@@ -46,6 +47,7 @@ def node_position(grid: Grid, slot: Slot) -> int:
     return slot // grid.ranks_per_node
 
 
+@functools.lru_cache(maxsize=8)  # Simulations have thousands of cores in one process.
 def choose_holders(grid: Grid) -> tuple[Slot, ...]:
     """For each slot, the slot whose member keeps its replica: the next data-parallel peer on
     another node; where all peers share the node, the same place on the next node.

@@ -226,7 +226,7 @@ class World:
                 (c.dialler, c.acceptor, c.known, _keys_of(c.up), _keys_of(c.down))
                 for _, c in sorted(self.connections.items())
             ),
-            self.history.key(), self.transfers, self.losses_left, self.resets_left,
+            self.history.key(), frozenset(self._accepted.items()), self.transfers, self.losses_left, self.resets_left,
             self.suspicions_left, self.regroup_failures_left, self.copies_left,
         )  # fmt: skip
 
@@ -567,7 +567,7 @@ class World:
         elif state is PLANNED:
             if self._peers_are(p, frozenset({PLANNED, READY})):
                 yield "restores"
-                if self.regroup_failures_left:
+                if self.regroup_failures_left and p.plan and p.plan.restart.restore is not None:
                     yield "fails to regroup"
         elif state is READY:
             if p.resumed == p.epoch:
