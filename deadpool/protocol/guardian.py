@@ -326,6 +326,10 @@ class Guardian:
 
     def _take_proposal(self, message: m.Propose) -> list[Action | StepDown]:
         newest = self._rosters[-1].id if self._rosters else None
+        if newest is None and message.base is None and message.id.epoch > self.promised:
+            # A spare that came while this epoch trained: no Abort told it of it, and without its
+            # vote a roster that counts it has a larger majority than there are voters.
+            self.promised = message.id.epoch
         if message.id.epoch != self.promised or (newest is not None and message.id <= newest):
             return []
         roster = self._compose(message)
