@@ -467,14 +467,11 @@ class Leader:
             )
         restore: Iteration | None = None
         sources: dict[Slot, MemberId] = {}
-        if any(ack.slot is not None for ack in acks.values()) and not any(
-            ack.has_state for ack in acks.values()
-        ):
-            return self._nothing_to_restore()
-        if any(ack.has_state for ack in acks.values()):
+        if self.rosters:
+            # Not the launch any more, even if only spares are left of it.
             holdings = {member: acks[member].holdings for member in self.members}
             point = choose_restore_point([(Slot(s), x) for s, x in enumerate(slots)], holdings)
-            if point is None:
+            if point is None or not any(ack.has_state for ack in acks.values()):
                 return self._nothing_to_restore()
             restore, sources = point
         base = self._roster
@@ -494,6 +491,8 @@ class Leader:
         self.rosters = {
             id_: r for id_, r in self.rosters.items() if in_force is None or id_ >= in_force
         }
+        if not self.rosters:
+            self.rosters[roster.id] = roster  # The launch's: there is none before it to ask.
         self._accepts = Ballot([*self.rosters.values(), roster])
         self._roster = roster
         self._slot_of = {member: Slot(s) for s, member in enumerate(slots)}
@@ -516,7 +515,7 @@ class Leader:
         return succession(self._me, [*stay, *comers])
 
     def _nothing_to_restore(self) -> list[Action | StepDown]:
-        if self.committed is None:
+        if self.committed is None and any(ack.slot is not None for ack in self._aborted.values()):
             return self._halt(self._lost_too_early("start the job again"), EXIT_FAILED)
         lost = ", ".join(map(str, self.nodes_lost))
         return self._halt(

@@ -95,6 +95,7 @@ class Cluster:
         self._queue: deque[tuple[MemberId, e.Event]] = deque()
         self._dialled: dict[MemberId, MemberId] = {}
         """Follower to the one that it has a connection to."""
+        self._lonely: list[MemberId] = []
         self._own: dict[MemberId, set[Iteration]] = {}
         self._seconds: dict[MemberId, float] = {}
         self._shared: dict[object, Roster] = {}
@@ -165,11 +166,21 @@ class Cluster:
 
     def run(self) -> None:
         """Until nothing is under way."""
-        while self._queue:
+        while self._queue or self._introduce():
             member, event = self._queue.popleft()
             core = self.cores.get(member)
             if core is not None:
                 self._handle(core, event)
+
+    def _introduce(self) -> bool:
+        """Who looks for the job is sent to its leader; while there is none, it waits."""
+        leader = next((x.me for x in self.cores.values() if x.leader is not None), None)
+        if leader is None or not self._lonely:
+            return False
+        for member in self._lonely:
+            self._put(member, e.Contact(member=leader))
+        self._lonely.clear()
+        return True
 
     def _handle(self, core: Guardian, event: e.Event) -> list[e.Action]:
         before = time.thread_time()
@@ -234,8 +245,7 @@ class Cluster:
                 if action.member.member not in self.cores:
                     self._put(me, e.Dead(member=action.member.member))
             case e.FindContact():
-                first = next(iter(self.cores.values())).me
-                self._put(me, e.Contact(member=first))
+                self._lonely.append(me)
             case e.AbortTrainer():
                 port = 29500 if action.opens_store else 0
                 own = frozenset(self._own[me])

@@ -242,9 +242,9 @@ class World:
         if self.agenda is not None:
             self.agenda(kind, number)
 
-    def _say(self, words: str) -> None:
+    def _say(self, words: str, *values: object) -> None:
         if self.trace is not None:
-            self.trace(words)
+            self.trace(words % values)
 
     # Processes
 
@@ -318,26 +318,22 @@ class World:
     def handle(self, member: MemberId, event: e.Event) -> list[e.Action]:
         """Feed a core and carry out what it says; answers to offers and asks come back."""
         core = self._mine(member).core
-        known = core._rosters[-1:]
-        actions = core.handle(event)
-        for action in actions:
-            if isinstance(action, e.ToFollowers) and isinstance(action.message, m.Propose):
-                self._notice_proposal(member, action.message)
-        newest = core._rosters[-1:]
-        if newest != known:
-            self.history.accepted(newest[0])
-            by = self._accepted.get(newest[0].id, frozenset())
-            self._accepted[newest[0].id] = by | {member}
+        installed, accepted = core.installed, core.accepted[-1:]
         answers: list[e.Action] = []
-        for action in actions:
+        for action in core.handle(event):
             do = _ACTIONS.get(type(action))
             if do is None:
                 answers.append(action)
             else:
                 do(self, member, action)
+        if core.installed is not installed or core.accepted[-1:] != accepted:
+            newest = core._rosters[-1]
+            self.history.accepted(newest)
+            by = self._accepted.get(newest.id, frozenset())
+            self._accepted[newest.id] = by | {member}
         return answers
 
-    def _notice_proposal(self, member: MemberId, message: m.Propose) -> None:
+    def _notice_proposal(self, member: MemberId, message: Any) -> None:
         leader = self.processes[member].core.leader
         assert leader is not None and leader._roster is not None
         if leader._roster.id == message.id:
@@ -351,12 +347,15 @@ class World:
                 if c.down is not None and c.down[-1:] != (ENDED,):
                     self.connections[number] = c._replace(down=(*c.down, action.message))
                     self._tell_agenda("down", number)
-        if isinstance(action.message, m.Committed):
+        kind = type(action.message)
+        if kind is m.Propose:
+            self._notice_proposal(member, action.message)
+        elif kind is m.Committed:
             self._notice_commit(action.message)
-        elif isinstance(action.message, m.Install):
+        elif kind is m.Install:
             self.history.installed(action.message.roster)
 
-    def _notice_commit(self, message: m.Committed) -> None:
+    def _notice_commit(self, message: Any) -> None:
         if message.iteration > self.history.commits.get(message.epoch, -1):
             self.history.committed(message.epoch, message.iteration)
 
@@ -431,7 +430,7 @@ class World:
     def _tell_committed(self, member: MemberId, action: e.TellCommitted) -> None:
         process = self.processes[member]
         process.committed = (action.epoch, action.iteration)
-        self._notice_commit(m.Committed(epoch=action.epoch, iteration=action.iteration))
+        self._notice_commit(action)
         self._tell_agenda("trainer", member)
 
     def _put(self, member: MemberId, action: e.Put) -> None:
@@ -468,7 +467,7 @@ class World:
         c = self.connections[number]
         assert c.up
         message, rest = c.up[0], c.up[1:]
-        self._say(f"{c.acceptor} takes from follower {c.dialler}: {message}")
+        self._say("%s takes from follower %s: %s", c.acceptor, c.dialler, message)
         if message is ENDED:
             self._put_back(number, c._replace(up=None))
             self.handle(c.acceptor, e.FollowerGone(sender=c.dialler, reason="reset"))
@@ -495,7 +494,7 @@ class World:
         c = self.connections[number]
         assert c.down
         message, rest = c.down[0], c.down[1:]
-        self._say(f"{c.dialler} takes from leader {c.acceptor}: {message}")
+        self._say("%s takes from leader %s: %s", c.dialler, c.acceptor, message)
         if message is ENDED:
             self._put_back(number, c._replace(down=None))
             self._mine(c.dialler).out = None
@@ -542,7 +541,7 @@ class World:
         self.handle(member, e.Dead(member=target))
 
     def tick(self, member: MemberId) -> None:
-        self._say(f"{member} ticks")
+        self._say("%s ticks", member)
         self.handle(member, e.Tick())
 
     # Moves of a trainer
@@ -602,9 +601,12 @@ class World:
 
     def trainer(self, member: MemberId, move: str) -> None:
         p = self._mine(member)
-        self._say(f"trainer {member} {move} (epoch {p.epoch}, completed {p.completed})")
+        self._say("trainer %s %s (epoch %s, completed %s)", member, move, p.epoch, p.completed)
         _TRAINER[move](self, member, p)
-        self._wake_all()
+        if move in _WAKES_PEERS:
+            self._wake_all()
+        else:
+            self._tell_agenda("trainer", member)
 
     def _enters(self, member: MemberId, p: Process) -> None:
         p.epoch, p.state = p.announced, WAITS_PLAN
@@ -744,9 +746,8 @@ class World:
             (answer,) = self.handle(holder, transfer.received)
             done = "ends"
         assert isinstance(answer, e.AnswerOffer)
-        self._say(
-            f"{member} puts {put.iteration} at {holder}: {done} {answer.refusal} {answer.buffer}"
-        )
+        words = "%s puts %s at %s: %s %s %s"
+        self._say(words, member, put.iteration, holder, done, answer.refusal, answer.buffer)
         if answer.buffer is not None or answer.refusal:
             p.puts = (PutInTurn(put, answer.buffer), *rest)
         else:
@@ -843,6 +844,10 @@ _TRAINER: dict[str, Callable[[World, MemberId, Process], None]] = {
     "steps": World._steps,
     "seals": World._seals,
 }
+
+
+_WAKES_PEERS = frozenset({"takes plan", "resumes", "steps"})
+"""Moves that let others move."""
 
 
 def small_grid(num_nodes: int, ranks_per_node: int = 1) -> Grid:
