@@ -17,6 +17,8 @@ from typing import Any
 
 import psutil
 
+from deadpool.conformance import check, load
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -27,7 +29,7 @@ TRAINING_FLAGS = """
     --weight-decay 0.1 --clip-grad 1.0 --tokenizer-type NullTokenizer --vocab-size 256
     --transformer-impl local --distributed-backend gloo --use-distributed-optimizer
     --log-interval 1 --eval-iters 0 --eval-interval 1000 --seed 1234 --split 100,0,0
-    --distributed-timeout-minutes 1 --num-workers 0
+    --distributed-timeout-minutes 1 --num-workers 0 --deadpool-trace
 """.split()
 
 
@@ -60,9 +62,11 @@ class Job:
         return [r for r in self.records("events.jsonl") if r["event"] == "swap"]
 
     def check_clean(self, exit_code: int = 0) -> None:
-        """Ended as it should, and left no process."""
+        """Ended as it should, left no process, and its guardians' traces agree."""
         assert self.exit_code == exit_code, self.output[-6000:]
         assert self.left_over == [], self.left_over
+        violations, _ = check(load([self.log_dir]) if self.log_dir.exists() else [])
+        assert not violations, "\n".join(map(str, violations[:5]))
 
 
 def reap_job(writer: Any, output: str, argv: list[str], timeout_s: float) -> None:

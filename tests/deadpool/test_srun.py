@@ -58,6 +58,7 @@ def test_job_under_slurm_variables_survives_a_loss(peace, data_cache, tmp_path):
     # One task of node 1 was killed, which costs the node; its other task is dismissed.
     assert sorted(codes) == [-9, 0, 0, 0, 0, 72], (codes, text[-6000:])
     job = Job(exit_code=0, output=text, left_over=[], log_dir=log_dir)
+    job.check_clean()
     assert [(swap["nodes_lost"], swap["spares_used"]) for swap in job.swaps] == [([1], [2])]
     assert job.losses == unfailed.losses
     assert job.parameters == unfailed.parameters
