@@ -417,8 +417,11 @@ class Leader:
         return self._plan_when_all_answered()
 
     def _plan_when_all_answered(self) -> list[Action | StepDown]:
-        if len(self._aborted.keys() & self.members.keys()) < len(self.members):
-            return []
+        if (
+            len(self._aborted) < len(self.members)
+            or not self.members.keys() <= self._aborted.keys()
+        ):
+            return []  # The first for speed: once a message, it may not look at every member.
         unknown = self._unknown_roster()
         if unknown is not None:
             wanted = m.RosterWanted(epoch=self.epoch)
