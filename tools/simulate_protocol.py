@@ -28,7 +28,9 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, help="nodes with slots; from 2 to 4 by seed if absent")
     parser.add_argument("--trace", action="store_true", help="print every event of every seed")
     parser.add_argument("--most-failures", type=int, default=1, help="go on until so many")
-    parser.add_argument("--lines", type=int, default=400, help="of a failing seed's trace, its last")
+    parser.add_argument(
+        "--lines", type=int, default=400, help="of a failing seed's trace, its last"
+    )
     args = parser.parse_args()
 
     ends: Counter[str] = Counter()

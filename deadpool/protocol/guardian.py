@@ -137,6 +137,8 @@ class Guardian:
             return []
         if self.end is not None and self._lost == self.me:
             return []  # Its own end, which no majority noted: others may have decided another.
+        if self.installed is None:
+            return []  # A newcomer, that does not know whose majority counts.
         supporters = self._supporters
         ends = [s.end for s in supporters.values() if s.end] + ([self.end] if self.end else [])
         told = max(ends, key=lambda end: end.epoch, default=None)
@@ -324,7 +326,8 @@ class Guardian:
     def _roster_wanted(self, message: m.RosterWanted) -> list[Action | StepDown]:
         if message.epoch != self.promised or not self._rosters:
             return []
-        return self._tell(m.RosterIs(epoch=self.promised, roster=self._rosters[-1]))
+        answers = [m.RosterIs(epoch=self.promised, roster=roster) for roster in self._rosters]
+        return [action for answer in answers for action in self._tell(answer)]
 
     def _take_proposal(self, message: m.Propose) -> list[Action | StepDown]:
         newest = self._rosters[-1].id if self._rosters else None
@@ -335,7 +338,10 @@ class Guardian:
         if message.id.epoch != self.promised or (newest is not None and message.id <= newest):
             return []
         roster = self._compose(message)
-        self.accepted.append(roster)
+        if message.restart is not None and message.restart.restore is None:
+            self.installed = roster  # The launch's: no other was in force before.
+        else:
+            self.accepted.append(roster)
         actions = self._tell(m.Accepted(roster=roster.id))
         if message.restart is not None and self.me.member in roster.slots:
             actions = self._adopt(message, roster) + actions
@@ -376,9 +382,10 @@ class Guardian:
         return [*enter, adopt]
 
     def _resume(self, message: m.Resume) -> list[Action | StepDown]:
-        if message.epoch != self.promised or not self.accepted:
+        newest = self._rosters[-1:]
+        if message.epoch != self.promised or not newest or newest[0].id.epoch != message.epoch:
             return []
-        self._install_up_to(self.accepted[-1])
+        self._install_up_to(newest[0])
         if self.plan is None or self.plan.epoch != self.promised or self.slot is None:
             return []
         self.has_state = True

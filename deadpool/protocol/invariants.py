@@ -148,7 +148,8 @@ class History:
     def key(self) -> tuple[object, ...]:
         """What later checks depend on; rosters and plans follow from their names."""
         return (
-            self.in_force, tuple(self.plans), tuple(self.proposers.items()), tuple(self.restores.items()),
+            self.in_force, tuple(self.plans), tuple(self.proposers.items()),
+            tuple(self.restores.items()),
             tuple(self.loaded.items()), tuple(self.commits.items()), self.highest,
             tuple(self.ends.items()), tuple(sorted(self.exits.items())),
         )  # fmt: skip

@@ -293,26 +293,15 @@ class Leader:
         """Whole nodes go. Without slots: out of the next roster. With slots: a new epoch. Where
         no majority would be left it is this leader that is cut off: nobody is fenced by it."""
         nodes = sorted(set(nodes))
-        gone = tuple(x.member for x in self.members.values() if x.node in nodes)
-        left = self.members.keys() - set(gone)
+        gone = {x.member for x in self.members.values() if x.node in nodes}
+        left = self.members.keys() - gone
         if self._me.node not in nodes and not all(r.is_quorum(left) for r in self.rosters.values()):
             return [StepDown()]
-        fence: list[Action | StepDown] = [
-            ToFollowers(members=gone, message=m.Fenced(reason=reason)),
-            HangUp(members=gone),
-        ]
+        fence, had_slots = self._fence(nodes, reason)
         if self._me.node in nodes:
             # The successor names the node; here is nobody left to lead from.
             end = End(epoch=self.epoch, exit_code=EXIT_FENCED, reason=reason)
             return [*fence, StopTrainer(end=end), Exit(exit_code=EXIT_FENCED, reason=reason)]
-        had_slots = False
-        for member in gone:
-            node = self.members.pop(member).node
-            self._connected.discard(member)
-            if member in self._slot_of:
-                had_slots = True
-                if node not in self.nodes_lost:
-                    self.nodes_lost.append(node)
         if had_slots or (self.phase is Phase.ABORTING and self._store in gone):
             if not self._has_trained and self.phase is Phase.REGROUPING:
                 return fence + self._halt(self._lost_too_early(reason), EXIT_FAILED)
@@ -322,6 +311,22 @@ class Leader:
         if self.phase is Phase.TRAINING:
             return fence + self._update_roster()
         return fence
+
+    def _fence(self, nodes: Sequence[Node], reason: str) -> tuple[list[Action | StepDown], bool]:
+        """Their members are told and forgotten. And whether any held slots."""
+        gone = tuple(x for x in self.members.values() if x.node in nodes)
+        had_slots = False
+        for member in gone:
+            del self.members[member.member]
+            self._connected.discard(member.member)
+            self._knows.discard(member.member)
+            if member.member in self._slot_of:
+                had_slots = True
+                if member.node not in self.nodes_lost:
+                    self.nodes_lost.append(member.node)
+        others = tuple(x.member for x in gone if x.member != self._me.member)
+        fenced = ToFollowers(members=others, message=m.Fenced(reason=reason))
+        return [fenced, HangUp(members=others)] if others else [], had_slots
 
     def _lost_too_early(self, reason: str) -> str:
         nodes = ", ".join(map(str, self.nodes_lost))
@@ -438,21 +443,26 @@ class Leader:
 
     def _take_roster(self, sender: MemberId, message: m.RosterIs) -> list[Action | StepDown]:
         """It may be in force: its majority is asked too, in a new epoch."""
-        roster = message.roster
-        if message.epoch != self.epoch or roster.id in self.rosters:
+        roster, known = message.roster, self._roster
+        if message.epoch != self.epoch:
             return []
-        known = {x.member: x.node for r in self.rosters.values() for x in r.members}
-        lost = {node for member, node in known.items() if member not in self.members}
+        self.rosters.setdefault(roster.id, roster)
+        ack = self._aborted.get(sender)
+        if ack is None or roster.id != ack.accepted or (known and roster.id <= known.id):
+            return []  # The sender's newest comes last.
+        before = {x.member: x.node for x in known.members} if known is not None else {}
+        lost = {node for member, node in before.items() if member not in self.members}
         named = {x.member for x in roster.members}
-        dropped = [x.node for x in self.members.values() if x.member in known.keys() - named]
-        self.rosters[roster.id] = self._roster = roster
+        dropped = {before[x] for x in self.members if x in before and x not in named}
+        self._roster = roster
         self._slot_of = {member: Slot(s) for s, member in enumerate(roster.slots)}
+        reason = "a newer roster is without it"
+        if self._me.node in dropped:
+            return self._lose(dropped, reason)
+        fence, _ = self._fence(sorted(dropped), reason)
         for member in roster.members:
             if member.node not in lost:
                 self.members.setdefault(member.member, member)
-        fence = self._lose(dropped, "a newer roster is without it") if dropped else []
-        if self._me.node in dropped:
-            return fence
         return [*fence, *self._announce()]
 
     def _send_plan(self) -> list[Action | StepDown]:

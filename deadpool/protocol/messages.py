@@ -67,7 +67,7 @@ class Aborted:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RosterIs:
-    """Answers `RosterWanted`."""
+    """Answers `RosterWanted`: one for each roster that may be in force, the newest last."""
 
     epoch: Epoch
     roster: Roster
@@ -183,7 +183,7 @@ class Abort:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RosterWanted:
-    """Send the newest roster that you have accepted."""
+    """Send the newest roster that you have accepted, and those before it that may be in force."""
 
     epoch: Epoch
 

@@ -144,7 +144,8 @@ class Schedule:
     def _describe(self) -> str:
         cores = [p.core for p in self.world.processes.values()]
         return ", ".join(
-            f"{c.me.member} {c.standing.value}" + (f" leads {c.leader.phase.value}" if c.leader else "")
+            f"{c.me.member} {c.standing.value}"
+            + (f" leads {c.leader.phase.value}" if c.leader else "")
             for c in cores
         )
 
@@ -188,8 +189,8 @@ class Schedule:
         """For how long, or 0."""
         if not self._blocked:
             return 0.0
-        ends = (self._node(source), self._node(target))
-        return max(0.0, self._blocked.get(ends, 0.0) - self._now)  # type: ignore[call-overload, no-any-return]
+        ends: Any = (self._node(source), self._node(target))
+        return max(0.0, self._blocked.get(ends, 0.0) - self._now)
 
     def _up(self, number: int) -> None:
         c = self.world.connections.get(number)
@@ -468,5 +469,3 @@ def run_seed(
 
 def summarize(outcomes: Counter[str]) -> str:
     return ", ".join(f"{kind}: {count}" for kind, count in outcomes.most_common())
-
-

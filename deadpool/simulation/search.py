@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from deadpool.protocol import messages as m
 from deadpool.protocol.invariants import Violated
-from deadpool.protocol.types import MemberId
 from deadpool.simulation.world import ENDED, World, keep_all, keep_none
 
 Move = tuple[Any, ...]
@@ -190,7 +189,9 @@ def search(first: World, *, most: int = 3_000_000, most_rounds: int = 200) -> Se
     return Searched(len(numbers), ends, rounds)
 
 
-def _without_end(count: int, sources: array[int], targets: array[int], ends: list[int]) -> int | None:
+def _without_end(
+    count: int, sources: array[int], targets: array[int], ends: list[int]
+) -> int | None:
     before: list[list[int]] = [[] for _ in range(count)]
     for source, target in zip(sources, targets, strict=True):
         before[target].append(source)

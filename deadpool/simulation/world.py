@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from deadpool.protocol import events as e
 from deadpool.protocol import messages as m
 from deadpool.protocol.guardian import Guardian
-from deadpool.protocol.invariants import History, Violated, check_completeness, require
+from deadpool.protocol.invariants import History, check_completeness, require
 from deadpool.protocol.leader import Settings
 from deadpool.protocol.placement import Grid
 from deadpool.protocol.snapshots import NUM_BUFFERS, capture_buffer
@@ -226,8 +226,8 @@ class World:
                 (c.dialler, c.acceptor, c.known, _keys_of(c.up), _keys_of(c.down))
                 for _, c in sorted(self.connections.items())
             ),
-            self.history.key(), frozenset(self._accepted.items()), self.transfers, self.losses_left, self.resets_left,
-            self.suspicions_left, self.regroup_failures_left, self.copies_left,
+            self.history.key(), frozenset(self._accepted.items()), self.transfers,
+            self.losses_left, self.resets_left, self.suspicions_left, self.regroup_failures_left, self.copies_left,
         )  # fmt: skip
 
     def _mine(self, member: MemberId) -> Process:
@@ -347,13 +347,14 @@ class World:
                 if c.down is not None and c.down[-1:] != (ENDED,):
                     self.connections[number] = c._replace(down=(*c.down, action.message))
                     self._tell_agenda("down", number)
-        kind = type(action.message)
+        message: Any = action.message
+        kind = type(message)
         if kind is m.Propose:
-            self._notice_proposal(member, action.message)
+            self._notice_proposal(member, message)
         elif kind is m.Committed:
-            self._notice_commit(action.message)
+            self._notice_commit(message)
         elif kind is m.Install:
-            self.history.installed(action.message.roster)
+            self.history.installed(message.roster)
 
     def _notice_commit(self, message: Any) -> None:
         if message.iteration > self.history.commits.get(message.epoch, -1):
@@ -871,4 +872,3 @@ def keep_none(count: int) -> int:
 
 def keep_some(chooser: random.Random) -> Callable[[int], int]:
     return lambda count: chooser.randint(0, count)
-
