@@ -106,7 +106,8 @@ class Leader:
         self._accepts: Ballot | None = None
         """While a proposed roster is not in force."""
         self._knows: set[MemberId] = set()
-        """Members that have accepted `_roster` and stayed connected: differences do for them."""
+        """Members that were sent `_roster` on the connection that they have, and so know it before
+        whatever follows: differences do for them."""
         self._unaware = False
         """A member of `_roster` joined anew, and does not know it."""
         self._slot_of: dict[MemberId, Slot] = {}
@@ -567,7 +568,7 @@ class Leader:
             ),
         )
         knows = self._knowing(base)
-        self._unaware, self._knows = False, set()
+        self._unaware, self._knows = False, {x.member for x in roster.members}
         groups = [
             (difference, tuple(x.member for x in roster.members if x.member in knows)),
             (whole, tuple(x.member for x in roster.members if x.member not in knows)),
