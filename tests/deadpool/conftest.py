@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ def run_job(
         during: Callable[[int, Path], None] | None = None,
         script: str = "pretrain_gpt.py",
         drop: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
     ) -> Job:
         folder = tmp_path_factory.mktemp("job")
         data = REPOSITORY / "tests" / "golden" / "licenses_bytes"
@@ -47,7 +48,7 @@ def run_job(
         ]
         reader, writer = fork_server.Pipe(duplex=False)
         process = fork_server.Process(
-            target=reap_job, args=(writer, str(folder / "output"), argv, timeout_s)
+            target=reap_job, args=(writer, str(folder / "output"), argv, timeout_s, environ or {})
         )
         process.start()
         writer.close()

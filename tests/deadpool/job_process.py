@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,12 @@ class Job:
         assert not violations, "\n".join(map(str, violations[:5]))
 
 
-def reap_job(writer: Any, output: str, argv: list[str], timeout_s: float) -> None:
+def reap_job(
+    writer: Any, output: str, argv: list[str], timeout_s: float, environ: Mapping[str, str]
+) -> None:
     """Run the launcher as a child, as the reaper of whatever it orphans, and count that."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    os.environ.update(environ)
     launcher = os.fork()
     if launcher == 0:
         descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
