@@ -39,6 +39,7 @@ from deadpool.protocol.types import (
     Member,
     MemberId,
     Plan,
+    ProtocolError,
     Restart,
     Roster,
     RosterId,
@@ -275,6 +276,8 @@ class _Replay:
                 return job.broken(self._where, text)
             try:
                 found = tuple(core.handle(step.event))
+            except ProtocolError:
+                found = ()  # The guardian hung up on the peer.
             except AssertionError as error:
                 text = f"{_show(step.event)}: the core refuses it: {error}"
                 return job.broken(self._where, text)

@@ -35,6 +35,7 @@ from deadpool.protocol.types import (
     Member,
     MemberId,
     Node,
+    ProtocolError,
 )
 from deadpool.replication import ReplicaServer
 from deadpool.swap_report import SwapReporter
@@ -233,7 +234,17 @@ class GuardianProcess:
             return None
         self._report.see(event)
         answer = None
-        actions = core.handle(event)
+        try:
+            actions = core.handle(event)
+        except ProtocolError as error:
+            if not isinstance(event, e.FromFollower | e.FromLeader):
+                self._fail()
+                return None
+            self._peers.cut_off(event, str(error))
+            actions = []
+        except Exception:
+            self._fail()
+            return None
         if self._trace is not None:
             self._trace.step(event, actions)
         for action in actions:
@@ -242,6 +253,13 @@ class GuardianProcess:
             else:
                 self._carry_out(action)
         return answer
+
+    def _fail(self) -> None:
+        """Our own error inside the core, whose state is of no more use: this guardian ends, aloud,
+        and the job goes on without its node."""
+        logger.critical("internal error of a guardian", exc_info=True)
+        if not self._exit.done():
+            self._exit.set_result(e.Exit(exit_code=1, reason="internal error of a guardian"))
 
     def _carry_out(self, action: e.Action) -> None:
         match action:

@@ -460,6 +460,15 @@ class Peers:
             if connection is not None:
                 connection.retire(self.handshake_timeout_s)
 
+    def cut_off(self, event: FromFollower | FromLeader, reason: str) -> None:
+        """Fail the connection that this came on; its end is reported like any other."""
+        connection: _Connection | None = self.to_whom
+        if isinstance(event, FromFollower):
+            connection = self.followers.get(event.sender)
+        if connection is not None:
+            self.refusals.note(connection.host, "it broke the protocol", reason)
+            connection.fail(reason)
+
     async def find_contact(self, address: tuple[str, int]) -> Member:
         """The member of this job that answers there. Raises WireError."""
         if self._closing:

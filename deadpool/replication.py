@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -186,6 +187,8 @@ class ReplicaServer:
         self.port: int = self._listener.getsockname()[1]
         self._tasks: set[asyncio.Task[None]] = set()
         self._receiving: dict[Slot, asyncio.Lock] = {}
+        self._num_offers: Counter[Slot] = Counter()
+        """That hold or wait for a slot's lock; without any, it is forgotten."""
         self._takers: dict[Slot, tuple[Epoch, asyncio.Task[None]]] = {}
         """Whose bytes come in."""
         self._refusals = RefusalLog(logger)
@@ -256,14 +259,20 @@ class ReplicaServer:
             # The owner before, whose host may have vanished without a word.
             taker[1].cancel()
         # An owner that reconnects must not write into the buffer its old connection still fills.
-        async with self._receiving.setdefault(offer.slot, asyncio.Lock()):
-            task = asyncio.current_task()
-            assert task is not None
-            self._takers[offer.slot] = (offer.epoch, task)
-            try:
-                answer = await self._take_alone(channel, offer)
-            finally:
-                del self._takers[offer.slot]
+        self._num_offers[offer.slot] += 1
+        try:
+            async with self._receiving.setdefault(offer.slot, asyncio.Lock()):
+                task = asyncio.current_task()
+                assert task is not None
+                self._takers[offer.slot] = (offer.epoch, task)
+                try:
+                    answer = await self._take_alone(channel, offer)
+                finally:
+                    del self._takers[offer.slot]
+        finally:
+            self._num_offers[offer.slot] -= 1
+            if not self._num_offers[offer.slot]:
+                del self._num_offers[offer.slot], self._receiving[offer.slot]
         await channel.send(answer)
 
     async def _take_alone(self, channel: Channel, offer: Offer) -> Answer:

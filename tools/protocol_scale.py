@@ -3,7 +3,7 @@
 The cores of a whole job run in this process without a network (`deadpool.simulation.scale`);
 messages are counted as they would be encoded, CPU time is that inside the cores. What a message
 costs the real connection code is measured on loopback with `deadpool.peers`, and added. Exit code 1
-when something of a recovery grows faster than n log n, or the leader needs more than a core.
+when a recovery or a join grows faster than n log n, or the leader needs more than a core.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ SCENARIOS = {
     "leader lost": "recovery from the loss of the leader's node",
 }
 RECOVERIES = ("slot lost", "leader lost")
+BOUNDED = (*RECOVERIES, "join")
 MEASURES = ("num_messages", "num_bytes", "leader_s")
 HEARTBEAT_INTERVAL_S = 1.0
 ITERATION_S = 5.0
@@ -299,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"n^{fit['exponent']:.2f}, n log n as n^{fit['n_log_n']:.2f}"
         for ranks, rows in result["fits"].items()
         for fit in rows
-        if fit["scenario"] in RECOVERIES and not fit["is_within"]
+        if fit["scenario"] in BOUNDED and not fit["is_within"]
     ]
     broken += [
         f"a leader of {row['members']} members needs {row['load']:.2f} cores"

@@ -27,6 +27,7 @@ from deadpool.protocol.types import (
     Member,
     MemberId,
     Plan,
+    ProtocolError,
     Roster,
     Slot,
     Standing,
@@ -73,7 +74,8 @@ class Guardian:
     # Events
 
     def handle(self, event: e.Event) -> list[Action]:
-        """Take one event, return what to do."""
+        """Take one event, return what to do. Raises ProtocolError for what a peer cannot have
+        said; any other error is our own, and the core is of no more use."""
         actions: list[Action] = []
         pending: deque[e.Event] = deque([event])
         while pending:
@@ -112,6 +114,9 @@ class Guardian:
     # The leading part
 
     def _from_follower(self, event: e.FromFollower) -> list[Action | StepDown]:
+        match event.message:
+            case m.Join(member=member) | m.Support(member=member) if member.member != event.sender:
+                raise ProtocolError(f"member {event.sender} speaks for {member.member}")
         if self.leader is not None:
             return self.leader.handle(event.sender, event.message)
         match event.message:
@@ -349,7 +354,8 @@ class Guardian:
 
     def _compose(self, message: m.Propose) -> Roster:
         base = next((r for r in self._rosters if r.id == message.base), None)
-        assert base is not None or message.base is None, f"roster {message.base} is not known here"
+        if base is None and message.base is not None:
+            raise ProtocolError(f"roster {message.base} is not known here")
         old = base.members if base is not None else ()
         members = [x for x in old if x.member not in message.removed] + list(message.added)
         members.sort(key=lambda x: x.member != message.leader)
@@ -369,7 +375,8 @@ class Guardian:
             restart=message.restart,
         )
         slot = Slot(roster.slots.index(self.me.member))
-        assert self.slot in (None, slot), f"slot {slot} for a trainer built for {self.slot}"
+        if self.slot not in (None, slot):
+            raise ProtocolError(f"slot {slot} for a trainer built for {self.slot}")
         is_new = self.slot is None and self.me.member != plan.slots[plan.restart.store_slot].member
         self.plan, self.slot = plan, slot
         if plan.restart.restore is not None:
@@ -486,10 +493,15 @@ class Guardian:
             return []
         return self._tell(m.Failed(reason=event.reason, exit_code=4))
 
+    def _is_slot(self, slot: Slot) -> bool:
+        return 0 <= slot < self._settings.grid.world_size
+
     def _offered(self, event: e.Offered) -> list[Action | StepDown]:
         if event.epoch != self.promised:
             refusal = f"epoch {event.epoch}, now is {self.promised}"
             return [e.AnswerOffer(buffer=None, refusal=refusal)]
+        if not self._is_slot(event.slot):
+            return [e.AnswerOffer(buffer=None, refusal=f"there is no slot {event.slot}")]
         ledger = self.shelf[event.slot]
         offer = Kept(iteration=event.iteration, num_bytes=event.num_bytes, checksum=event.checksum)
         buffer = ledger.find(event.iteration)
@@ -509,7 +521,8 @@ class Guardian:
         return [e.AnswerOffer(buffer=None, refusal="")]
 
     def _asked(self, event: e.Asked) -> list[Action | StepDown]:
-        buffer = self.shelf[event.slot].find(event.iteration)
+        is_slot = self._is_slot(event.slot)
+        buffer = self.shelf[event.slot].find(event.iteration) if is_slot else None
         if event.epoch != self.promised or buffer is None:
             refusal = (
                 f"no replica of slot {event.slot} at iteration {event.iteration} here in epoch "

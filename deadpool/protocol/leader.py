@@ -37,6 +37,7 @@ from deadpool.protocol.types import (
     MemberId,
     Node,
     Phase,
+    ProtocolError,
     Restart,
     Roster,
     RosterId,
@@ -164,11 +165,11 @@ class Leader:
     # Events
 
     def handle(self, sender: MemberId, message: m.Upstream) -> list[Action | StepDown]:
-        """A follower's message. AssertionError: a pair that cannot be."""
+        """A follower's message. Raises ProtocolError for a pair that cannot be."""
         try:
             handler = _TABLE[self.phase][type(message)]
         except KeyError:
-            raise AssertionError(
+            raise ProtocolError(
                 f"{type(message).__name__} in phase {self.phase.value} of epoch {self.epoch}"
             ) from None
         if sender in self.members:

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from deadpool.simulation.scale import Cost
-from tools.protocol_scale import RECOVERIES, exponent, fits, measure, steady_state
+from tools.protocol_scale import BOUNDED, RECOVERIES, exponent, fits, measure, steady_state
 
 SIZES = (16, 64, 256)
 
@@ -19,9 +19,9 @@ def costs(num_nodes: int, ranks_per_node: int = 1) -> dict[str, Cost]:
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
-@pytest.mark.parametrize("recovery", RECOVERIES)
+@pytest.mark.parametrize("recovery", BOUNDED)
 @pytest.mark.parametrize("measured", ["num_messages", "num_bytes"])
-def test_recovery_grows_at_most_as_n_log_n(
+def test_recovery_or_join_grows_at_most_as_n_log_n(
     measured: str, recovery: str, ranks_per_node: int
 ) -> None:
     found = [getattr(costs(n, ranks_per_node)[recovery], measured) for n in SIZES]
