@@ -6,6 +6,7 @@ guardian to itself (a leader follows itself) never leave the core.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,7 @@ from deadpool.protocol.types import (
     Iteration,
     Member,
     MemberId,
+    Phase,
     Plan,
     ProtocolError,
     Roster,
@@ -48,6 +50,8 @@ class Guardian:
         """Whom it follows, or supports."""
         self.promised = Epoch(0)
         """The epoch it has entered: nothing of an older one is taken."""
+        self._promised_to: Member | None = None
+        """The leader of that epoch."""
         self.installed: Roster | None = None
         self.accepted: list[Roster] = []
         """Rosters after the installed one, oldest first: each may be in force."""
@@ -62,11 +66,13 @@ class Guardian:
         self._age = 0
         """Ticks since the leader was heard, or since support was given."""
         self._waited = 0
-        """Ticks of joining, or of seeking."""
+        """Ticks since it followed a leader that trains, or joined."""
         self._lost: Member | None = None
         """The leader whose loss made it seek."""
         self._tried: set[MemberId] = set()
         self._supporters: dict[MemberId, m.Support] = {}
+        self._patience: dict[MemberId, int] = {}
+        """Ticks until a supporter turns to the next."""
         self._failure: m.Failed | None = None
         """Of the trainer, while there was nobody to tell."""
         self._drains = False
@@ -125,6 +131,7 @@ class Guardian:
                 return [e.ToFollowers(members=(event.sender,), message=m.NotLeader(leader=leads))]
             case m.Support():
                 self._supporters[event.sender] = event.message
+                self._patience[event.sender] = self._settings.bounds.seek
                 return self._lead_when_supported()
         return []  # Of a leadership that has ended.
 
@@ -140,34 +147,30 @@ class Guardian:
     def _lead_when_supported(self) -> list[Action | StepDown]:
         if self.standing is not Standing.SEEKING or self.upstream != self.me:
             return []
-        if self.end is not None and self._lost == self.me:
-            return []  # Its own end, which no majority noted: others may have decided another.
         if self.installed is None:
             return []  # A newcomer, that does not know whose majority counts.
-        supporters = self._supporters
-        ends = [s.end for s in supporters.values() if s.end] + ([self.end] if self.end else [])
-        told = max(ends, key=lambda end: end.epoch, default=None)
-        newest = self._rosters[-1].id.epoch
-        if told is not None and told.epoch >= newest:
-            members = [self.me, *(s.member for s in supporters.values())]
+        supporters, rosters = self._supporters, self._rosters
+        if not all(roster.is_quorum({*supporters, self.me.member}) for roster in rosters):
+            return []
+        newest = rosters[-1]
+        promised = max([self.promised, *(s.promised for s in supporters.values())])
+        ends = [s.end for x, s in supporters.items() if s.end and newest.find(x)] + [self.end]
+        told = max((end for end in ends if end), key=lambda end: end.epoch, default=None)
+        if told is not None and told.epoch >= newest.id.epoch:
             self.leader, actions = Leader.take_over_end(
-                self._settings, self.me, end=told, members=members
+                self._settings,
+                self.me,
+                end=dataclasses.replace(told, epoch=Epoch(max(promised, told.epoch) + 1)),
+                members=[self.me, *(s.member for s in supporters.values())],
+                rosters=rosters,
             )
-        elif 2 * (len(supporters) + 1) >= max(len(r.members) for r in self._rosters) and all(
-            roster.is_quorum({*supporters, self.me.member}) for roster in self._rosters
-        ):  # The first for speed: thousands support one after the other.
+        else:
             lost = self._lost
             if lost is not None and (lost == self.me or lost.member in supporters):
                 lost = None  # It leads no more, and is there.
             self.leader, actions = Leader.succeed(
-                self._settings,
-                self.me,
-                rosters=self._rosters,
-                lost=lost,
-                promised=max([self.promised, *(s.promised for s in supporters.values())]),
+                self._settings, self.me, rosters=rosters, lost=lost, promised=promised
             )
-        else:
-            return []
         self._supporters = {}
         return actions
 
@@ -211,7 +214,7 @@ class Guardian:
             return [e.FindContact()]
         if lost.node == self.me.node and lost != self.me:
             return self._give_up(EXIT_FENCED, f"the leader was lost, on this same node {lost.node}")
-        self.standing, self._lost, self._waited = Standing.SEEKING, lost, 0
+        self.standing, self._lost = Standing.SEEKING, lost
         self._tried = set()
         return self._support_next()
 
@@ -224,9 +227,6 @@ class Guardian:
         following = next((x for x in order if x.member not in self._tried), None)
         self.upstream, self._age = following, 0
         if following is None:
-            if self.end is not None and self._lost != self.me:
-                # Who was told the end is served by those that know it, or they have left.
-                return self._give_up(self.end.exit_code, "")
             return []
         self._tried.add(following.member)
         if following == self.me:
@@ -238,6 +238,11 @@ class Guardian:
         bounds = self._settings.bounds
         self._age += 1
         self._waited += 1
+        self._forget_supporters()
+        if self.standing is Standing.FOLLOWING and not (
+            self.leader and self.leader.phase is not Phase.TRAINING
+        ):
+            self._waited = 0
         actions: list[Action | StepDown] = []
         if self.standing is Standing.FOLLOWING:
             assert self.upstream is not None
@@ -261,6 +266,12 @@ class Guardian:
         if self.leader is not None:
             actions = [*actions, *self.leader.tick()]
         return actions
+
+    def _forget_supporters(self) -> None:
+        for supporter in list(self._supporters):
+            self._patience[supporter] -= 1
+            if self._patience[supporter] < 0:
+                del self._supporters[supporter]
 
     def _give_up(self, exit_code: int, reason: str) -> list[Action | StepDown]:
         end = End(epoch=self.promised, exit_code=exit_code, reason=reason)
@@ -291,7 +302,7 @@ class Guardian:
             return []
         if self.end is not None:
             return self._give_up(EXIT_FENCED, "the job went on after this node was told its end")
-        self.promised = message.epoch
+        self.promised, self._promised_to = message.epoch, self.upstream
         self.standing, self._age = Standing.FOLLOWING, 0
         opens_store = message.store_member == self.me.member
         if self.slot is None and not opens_store:
@@ -380,6 +391,7 @@ class Guardian:
         is_new = self.slot is None and self.me.member != plan.slots[plan.restart.store_slot].member
         self.plan, self.slot = plan, slot
         if plan.restart.restore is not None:
+            self.committed = max(self.committed or plan.restart.restore, plan.restart.restore)
             self.shelf.forget_after(plan.restart.restore)
         source = dict(plan.restart.sources).get(slot)
         enter = [e.AbortTrainer(epoch=self.promised, opens_store=False)] if is_new else []
@@ -422,9 +434,11 @@ class Guardian:
         return [e.DrainTrainer()]
 
     def _ended(self, message: m.Ended) -> list[Action | StepDown]:
-        if message.end.epoch < self.promised:
+        """Noting it is a promise, too: of one epoch, only to one leader."""
+        epoch = message.end.epoch
+        if epoch < self.promised or (epoch == self.promised and not self._may_note()):
             return []
-        self.promised = message.end.epoch
+        self.promised, self._promised_to = epoch, self.upstream
         self.standing, self._age = Standing.FOLLOWING, 0
         stop: list[Action | StepDown] = []
         if self.end is None:
@@ -432,6 +446,9 @@ class Guardian:
         if self.end is None or message.end.epoch > self.end.epoch:
             self.end = message.end
         return [*stop, *self._tell(m.EndNoted())]
+
+    def _may_note(self) -> bool:
+        return self._promised_to in (None, self.upstream)
 
     def _leave(self, message: m.Leave) -> list[Action | StepDown]:
         if self.end is None:

@@ -155,10 +155,18 @@ class Leader:
 
     @classmethod
     def take_over_end(
-        cls, settings: Settings, me: Member, *, end: End, members: Iterable[Member]
+        cls,
+        settings: Settings,
+        me: Member,
+        *,
+        end: End,
+        members: Iterable[Member],
+        rosters: Sequence[Roster],
     ) -> tuple[Leader, list[Action | StepDown]]:
-        """The leader was lost while it told the end: go on telling it."""
-        leader = cls(settings, me, phase=Phase.ENDING, epoch=end.epoch, members=members)
+        """The leader was lost while it told the end: go on telling it. end: of a new epoch."""
+        leader = cls(
+            settings, me, phase=Phase.ENDING, epoch=end.epoch, members=members, rosters=rosters
+        )
         leader._connected = set(leader.members)
         return leader, leader._finish(end)
 
@@ -209,7 +217,9 @@ class Leader:
             actions.append(ToFollowers(members=everybody, message=m.Heartbeat()))
         in_phase = self._now - self._entered
         if self.phase is Phase.ENDING:
-            return actions + (self._leave() if in_phase > bounds.leave else [])
+            if in_phase > bounds.minority or (in_phase > bounds.leave and self._is_decided):
+                actions += self._leave()
+            return actions
         silent = [x for x in everybody if self._now - self._heard[x] > bounds.silence]
         if self.phase is Phase.FORMING:
             if in_phase > bounds.start:
@@ -297,7 +307,7 @@ class Leader:
         nodes = sorted(set(nodes))
         gone = {x.member for x in self.members.values() if x.node in nodes}
         left = self.members.keys() - gone
-        if self._me.node not in nodes and not all(r.is_quorum(left) for r in self.rosters.values()):
+        if not all(roster.is_quorum(left) for roster in self.rosters.values()):
             return [StepDown()]
         fence, had_slots = self._fence(nodes, reason)
         if self._me.node in nodes:
@@ -724,13 +734,17 @@ class Leader:
         return self._leave_when_noted()
 
     def _leave_when_noted(self) -> list[Action | StepDown]:
-        if len(self._noted & self.members.keys()) < len(self.members):
+        if len(self._noted & self.members.keys()) < len(self.members) or not self._is_decided:
             return []
         return self._leave()
 
+    @property
+    def _is_decided(self) -> bool:
+        """Until a majority has noted it, others may decide another end, or go on."""
+        return all(roster.is_quorum(self._noted) for roster in self.rosters.values())
+
     def _leave(self) -> list[Action | StepDown]:
-        """Without a majority that has noted it, others may have decided another end."""
-        if not all(roster.is_quorum(self._noted) for roster in self.rosters.values()):
+        if not self._is_decided:
             return [StepDown()]
         return [ToFollowers(members=tuple(self.members), message=m.Leave())]
 

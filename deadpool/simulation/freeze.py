@@ -95,7 +95,7 @@ def key_of_core(core: Guardian) -> Hashable:
     """Of a guardian's core: clocks count from what they are compared with, and stand still where
     nothing is."""
     values = [key_of(value) for name, value in core.__dict__.items() if name not in _OF_CORE]
-    values.append(core._age)
+    values += [core._age, frozenset((x, core._patience[x]) for x in core._supporters)]
     if core.standing in (Standing.JOINING, Standing.SEEKING):
         values.append(core._waited)
     if core.leader is not None:
@@ -103,7 +103,7 @@ def key_of_core(core: Guardian) -> Hashable:
     return tuple(values)
 
 
-_OF_CORE = _SHARED | {"leader", "_age", "_waited"}
+_OF_CORE = _SHARED | {"leader", "_age", "_waited", "_patience"}
 _OF_LEADER = _SHARED | {"members", "_heard", "_now", "_entered"}
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Set
 from typing import Any, NamedTuple
 
 from deadpool.protocol import messages as m
@@ -140,8 +140,16 @@ class Searched(NamedTuple):
     """Times that all clocks ticked, on a shortest way to any state."""
 
 
-def search(first: World, *, most: int = 3_000_000, most_rounds: int = 200) -> Searched:
-    """Raises Violated with a shortest way to what breaks an invariant, or to a state from which
+def search(
+    first: World,
+    *,
+    allowed: Callable[[Set[int]], bool] = lambda codes: True,
+    most: int = 3_000_000,
+    most_rounds: int = 200,
+) -> Searched:
+    """allowed: whether an execution may end with these exit codes.
+
+    Raises Violated with a shortest way to what breaks an invariant, or to a state from which
     no end can be reached. A bug of a core that raises AssertionError is told alike."""
     numbers: dict[Hashable, int] = {first.key(): 0}
     ways: list[tuple[int, Move]] = [(-1, ())]
@@ -156,7 +164,11 @@ def search(first: World, *, most: int = 3_000_000, most_rounds: int = 200) -> Se
         while frontier:
             number, world = frontier.popleft()
             if not world.processes:
-                ends[tuple(sorted(set(world.history.exits.values())))] += 1
+                codes = set(world.history.exits.values())
+                if not allowed(codes):
+                    told = told_way(first, ways, number, None)
+                    raise Violated(f"5: it ends with {sorted(codes)}\n{told}")
+                ends[tuple(sorted(codes))] += 1
                 end_states.append(number)
                 continue
             for move in list(moves_of(world)):

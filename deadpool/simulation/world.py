@@ -227,7 +227,8 @@ class World:
                 for _, c in sorted(self.connections.items())
             ),
             self.history.key(), frozenset(self._accepted.items()), self.transfers,
-            self.losses_left, self.resets_left, self.suspicions_left, self.regroup_failures_left, self.copies_left,
+            self.losses_left, self.resets_left, self.suspicions_left,
+            self.regroup_failures_left, self.copies_left,
         )  # fmt: skip
 
     def _mine(self, member: MemberId) -> Process:
@@ -483,7 +484,7 @@ class World:
         """What is left of earlier connections between the two ends first."""
         for earlier, old in list(self.connections.items()):
             if earlier < number and (old.dialler, old.acceptor) == (c.dialler, c.acceptor):
-                if old.up is None:
+                if old.up is None or earlier not in self.connections:
                     continue
                 self._put_back(earlier, old._replace(up=None))
                 if old.known and c.acceptor in self.processes:
