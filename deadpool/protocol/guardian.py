@@ -35,6 +35,10 @@ from deadpool.protocol.types import (
     Standing,
 )
 
+STAY = 4
+"""How many times longer a candidate that answers is supported than one that does not: supporters,
+that notice their loss at different times, so meet."""
+
 
 class Guardian:
     """me: this guardian, as others know it. settings: alike for all guardians of the job."""
@@ -70,6 +74,8 @@ class Guardian:
         self._lost: Member | None = None
         """The leader whose loss made it seek."""
         self._tried: set[MemberId] = set()
+        self._answered = False
+        """The candidate that it supports is there, and waits for others."""
         self._supporters: dict[MemberId, m.Support] = {}
         self._patience: dict[MemberId, int] = {}
         """Ticks until a supporter turns to the next."""
@@ -131,9 +137,20 @@ class Guardian:
                 return [e.ToFollowers(members=(event.sender,), message=m.NotLeader(leader=leads))]
             case m.Support():
                 self._supporters[event.sender] = event.message
-                self._patience[event.sender] = self._settings.bounds.seek
-                return self._lead_when_supported()
+                self._patience[event.sender] = STAY * self._settings.bounds.seek
+                return self._answer_support(event.sender) + self._lead_when_supported()
         return []  # Of a leadership that has ended.
+
+    def _answer_support(self, supporter: MemberId) -> list[Action | StepDown]:
+        """So that all come to one candidate: who is none names an earlier one that it supports."""
+        answer: m.Downstream | None = None
+        if self.standing is Standing.SEEKING and self.upstream == self.me:
+            answer = m.Heartbeat()
+        elif self.standing is Standing.SEEKING and self.upstream not in (None, self._lost):
+            order = [self.me, self.upstream]
+            if next((x for x in self._rosters[-1].members if x in order), None) == self.upstream:
+                answer = m.NotLeader(leader=self.upstream)
+        return [e.ToFollowers(members=(supporter,), message=answer)] if answer else []
 
     def _follower_gone(self, event: e.FollowerGone) -> list[Action | StepDown]:
         if self.leader is not None:
@@ -225,9 +242,12 @@ class Guardian:
         order = [x for x in self._rosters[-1].members if x.member != self._lost.member]
         order.append(self._lost)
         following = next((x for x in order if x.member not in self._tried), None)
+        self.upstream = following
+        return self._support(following) if following is not None else []
+
+    def _support(self, following: Member) -> list[Action | StepDown]:
         self.upstream, self._age = following, 0
-        if following is None:
-            return []
+        self._answered = following == self.me
         self._tried.add(following.member)
         if following == self.me:
             return self._lead_when_supported()
@@ -261,7 +281,7 @@ class Guardian:
             if self.upstream is None:
                 self._tried = set()
                 actions = self._support_next()
-            elif self._age > bounds.seek:
+            elif self._age > bounds.seek * (STAY if self._answered else 1):
                 actions = self._support_next()
         if self.leader is not None:
             actions = [*actions, *self.leader.tick()]
@@ -284,6 +304,8 @@ class Guardian:
             return []
         if self.standing is not Standing.SEEKING:
             self._age = 0
+        else:
+            self._answered = True
         handler = _FROM_LEADER[self.standing].get(type(event.message))
         return handler(self, event.message) if handler is not None else []
 
@@ -296,6 +318,12 @@ class Guardian:
             self.upstream = None
             return [e.FindContact()]
         return self._join(message.leader)
+
+    def _candidate_is(self, message: m.NotLeader) -> list[Action | StepDown]:
+        """Of somebody that supports another."""
+        if message.leader is None or message.leader.member in self._tried:
+            return []
+        return self._support(message.leader)
 
     def _enter_epoch(self, message: m.Abort) -> list[Action | StepDown]:
         if message.epoch <= self.promised:
@@ -597,6 +625,7 @@ _FROM_LEADER: dict[Standing, dict[type, _Handler]] = {
     },
     Standing.SEEKING: {
         **_ENDS,
+        m.NotLeader: Guardian._candidate_is,
         m.Abort: Guardian._enter_epoch,
     },
     Standing.LEFT: {},
