@@ -320,8 +320,8 @@ class Guardian:
         return self._join(message.leader)
 
     def _candidate_is(self, message: m.NotLeader) -> list[Action | StepDown]:
-        """Of somebody that supports another."""
-        if message.leader is None or message.leader.member in self._tried:
+        """Of somebody that supports another, earlier in the succession: so this comes to an end."""
+        if message.leader is None:
             return []
         return self._support(message.leader)
 

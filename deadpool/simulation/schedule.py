@@ -426,6 +426,8 @@ class Schedule:
             self._reset(self._chooser.choice(ours))
 
     def _suspect(self, victim: MemberId) -> None:
+        if any(member == victim for member, _ in self.world.leaders()):
+            self._is_mild = False  # It suspects many at once.
         for _ in range(BOUNDS.silence + 1):
             if victim in self.world.processes:
                 self.world.tick(victim)
