@@ -15,18 +15,20 @@ from deadpool.protocol import events as e
 from deadpool.protocol import messages as m
 from deadpool.protocol.events import Action
 from deadpool.protocol.leader import Leader, Settings, StepDown
-from deadpool.protocol.placement import choose_holders
+from deadpool.protocol.placement import assign_slots, choose_holders
 from deadpool.protocol.snapshots import Kept, ShelfLedger
 from deadpool.protocol.types import (
     EXIT_FENCED,
     EXIT_MINORITY,
     EXIT_NO_JOB,
+    EXIT_SPARES_EXHAUSTED,
     End,
     Epoch,
     Holdings,
     Iteration,
     Member,
     MemberId,
+    Node,
     Phase,
     Plan,
     ProtocolError,
@@ -70,7 +72,7 @@ class Guardian:
         self._age = 0
         """Ticks since the leader was heard, or since support was given."""
         self._waited = 0
-        """Ticks since it followed a leader that trains, or joined."""
+        """Ticks of joining, of seeking, and of leading before a majority was heard."""
         self._lost: Member | None = None
         """The leader whose loss made it seek."""
         self._tried: set[MemberId] = set()
@@ -164,6 +166,8 @@ class Guardian:
     def _lead_when_supported(self) -> list[Action | StepDown]:
         if self.standing is not Standing.SEEKING or self.upstream != self.me:
             return []
+        if self._waited > self._settings.bounds.minority:
+            return []  # It has led before, and reached nobody.
         if self.installed is None:
             return []  # A newcomer, that does not know whose majority counts.
         supporters, rosters = self._supporters, self._rosters
@@ -231,9 +235,24 @@ class Guardian:
             return [e.FindContact()]
         if lost.node == self.me.node and lost != self.me:
             return self._give_up(EXIT_FENCED, f"the leader was lost, on this same node {lost.node}")
+        if self._is_hopeless_without(lost.node):
+            reason = (
+                f"node {lost.node} was lost and no complete spare node is left; start the job "
+                "again with more --spare-nodes"
+            )
+            return self._give_up(EXIT_SPARES_EXHAUSTED, reason)
         self.standing, self._lost = Standing.SEEKING, lost
         self._tried = set()
         return self._support_next()
+
+    def _is_hopeless_without(self, node: Node) -> bool:
+        """The others are no majority, and too few to hold all slots were they one: waiting for a
+        majority would only delay the news."""
+        others = [x for x in self._rosters[-1].members if x.node != node]
+        ids = {x.member for x in others}
+        if all(roster.is_quorum(ids) for roster in self._rosters):
+            return False
+        return assign_slots(self._settings.grid, others, {}, frozenset()) is None
 
     def _support_next(self) -> list[Action | StepDown]:
         """The next in the order of succession; the lost leader last. None left: the round is over
@@ -259,9 +278,8 @@ class Guardian:
         self._age += 1
         self._waited += 1
         self._forget_supporters()
-        if self.standing is Standing.FOLLOWING and not (
-            self.leader and self.leader.phase is not Phase.TRAINING
-        ):
+        leads_nobody = self.leader and self.leader.phase in (Phase.ABORTING, Phase.ENDING)
+        if self.standing is Standing.FOLLOWING and not leads_nobody:
             self._waited = 0
         actions: list[Action | StepDown] = []
         if self.standing is Standing.FOLLOWING:
@@ -500,8 +518,9 @@ class Guardian:
         if not event.by_signal:
             failed = m.Failed(reason=event.reason, exit_code=event.exit_code or 1)
             return self._trainer_said(e.TrainerSaid(message=failed))
-        told = self._tell(m.TrainerLost(reason=event.reason))
-        return told or self._give_up(EXIT_FENCED, f"this node counts as lost: {event.reason}")
+        reason = f"this node counts as lost: {event.reason}"
+        lost = m.TrainerLost(reason=event.reason)
+        return [*self._tell(lost), *self._give_up(EXIT_FENCED, reason)]
 
     def _end_asked(self, event: e.EndAsked) -> list[Action | StepDown]:
         wanted = m.EndWanted(exit_code=event.exit_code, reason=event.reason)
