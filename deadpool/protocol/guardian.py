@@ -21,7 +21,6 @@ from deadpool.protocol.types import (
     EXIT_FENCED,
     EXIT_MINORITY,
     EXIT_NO_JOB,
-    EXIT_SPARES_EXHAUSTED,
     End,
     Epoch,
     Holdings,
@@ -235,12 +234,12 @@ class Guardian:
             return [e.FindContact()]
         if lost.node == self.me.node and lost != self.me:
             return self._give_up(EXIT_FENCED, f"the leader was lost, on this same node {lost.node}")
-        if self._is_hopeless_without(lost.node):
+        if self.end is None and self._is_hopeless_without(lost.node):
             reason = (
-                f"node {lost.node} was lost and no complete spare node is left; start the job "
-                "again with more --spare-nodes"
+                f"node {lost.node}, which led, was lost, the rest is no majority, and no complete "
+                "spare node is left; start the job again with more --spare-nodes"
             )
-            return self._give_up(EXIT_SPARES_EXHAUSTED, reason)
+            return self._give_up(EXIT_MINORITY, reason)
         self.standing, self._lost = Standing.SEEKING, lost
         self._tried = set()
         return self._support_next()

@@ -55,8 +55,16 @@ def test_loss_of_a_spare_changes_nothing(run_job, peace):
 
 def test_loss_without_a_spare_left_ends_with_its_cause(run_job):
     flags = [*PIPELINE, "--train-iters", "7"]
-    job = run_job(launch(3, 1), [*flags, *inject((0, 2, "forward"), (1, 4, "forward"))])
+    job = run_job(launch(3, 1), [*flags, *inject((0, 2, "forward"), (2, 4, "forward"))])
     job.check_clean(exit_code=3)
+    assert "no complete spare node is left" in job.output
+
+
+def test_loss_of_the_leader_without_a_spare_left_ends_with_its_cause(run_job):
+    """The other half cannot know whether the leader's is gone, but neither could train on."""
+    flags = [*PIPELINE, "--train-iters", "7"]
+    job = run_job(launch(3, 1), [*flags, *inject((1, 2, "forward"), (0, 4, "forward"))])
+    job.check_clean(exit_code=6)
     assert "no complete spare node is left" in job.output
 
 
