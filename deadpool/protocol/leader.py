@@ -734,7 +734,9 @@ class Leader:
         return self._leave_when_noted()
 
     def _leave_when_noted(self) -> list[Action | StepDown]:
-        if len(self._noted & self.members.keys()) < len(self.members) or not self._is_decided:
+        if len(self._noted) < len(self.members):
+            return []  # For speed, as above.
+        if not self.members.keys() <= self._noted or not self._is_decided:
             return []
         return self._leave()
 
