@@ -21,7 +21,7 @@ from typing import Any
 from deadpool import job_file
 from deadpool import messages as m
 from deadpool.arena import Arena, ReplicaShelf
-from deadpool.config import DeadpoolConfig, RankEnvironment
+from deadpool.config import DeadpoolConfig, RankEnvironment, format_address
 from deadpool.injection import Injector
 from deadpool.interfaces import choose_host
 from deadpool.peers import Peers
@@ -31,6 +31,7 @@ from deadpool.protocol.guardian import Guardian
 from deadpool.protocol.leader import Settings
 from deadpool.protocol.placement import Grid
 from deadpool.protocol.types import (
+    EXIT_GUARDIAN_FAILED,
     EXIT_NO_JOB,
     Member,
     MemberId,
@@ -165,7 +166,7 @@ class GuardianProcess:
         host = self._host = self._environment.host or choose_host(self._config.interface, towards)
         peers = self._peers = Peers(token=self._token, deliver=self._feed)
         shelf = ReplicaShelf()
-        server = ReplicaServer(
+        server = self._server = ReplicaServer(
             shelf=shelf,
             token=self._token,
             host=host,
@@ -238,12 +239,12 @@ class GuardianProcess:
             actions = core.handle(event)
         except ProtocolError as error:
             if not isinstance(event, e.FromFollower | e.FromLeader):
-                self._fail()
+                self._fail(error)
                 return None
             self._peers.cut_off(event, str(error))
             actions = []
-        except Exception:
-            self._fail()
+        except Exception as error:
+            self._fail(error)
             return None
         if self._trace is not None:
             self._trace.step(event, actions)
@@ -254,12 +255,13 @@ class GuardianProcess:
                 self._carry_out(action)
         return answer
 
-    def _fail(self) -> None:
-        """Our own error inside the core, whose state is of no more use: this guardian ends, aloud,
-        and the job goes on without its node."""
-        logger.critical("internal error of a guardian", exc_info=True)
+    def _fail(self, error: BaseException) -> None:
+        """Our own error, after which this guardian's state is of no more use: it ends, aloud, and
+        the job goes on without its node."""
+        logger.critical("internal error of a guardian", exc_info=error)
         if not self._exit.done():
-            self._exit.set_result(e.Exit(exit_code=1, reason="internal error of a guardian"))
+            reason = "internal error of a guardian"
+            self._exit.set_result(e.Exit(exit_code=EXIT_GUARDIAN_FAILED, reason=reason))
 
     def _carry_out(self, action: e.Action) -> None:
         match action:
@@ -326,11 +328,10 @@ class GuardianProcess:
         return task
 
     def _check_task(self, task: asyncio.Task[Any]) -> None:
-        """An error in any task is a bug of ours: say so and end the job, never go on half alive."""
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("guardian task failed", exc_info=task.exception())
-            self._feed(e.EndAsked(exit_code=1, reason="internal error of a guardian"))
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._fail(error)
 
     # Finding the job, and being found
 
@@ -349,20 +350,24 @@ class GuardianProcess:
             await asyncio.sleep(_CONTACT_RETRY_S)
         return None
 
+    def _use_token(self, token: bytes) -> None:
+        """A job's file that was there before this job's may have said another."""
+        self._token = self._peers.token = self._server.token = self._transfers.token = token
+
     def _read_job_file(self) -> job_file.JobFile | None:
         path = self._environment.job_file
         return job_file.read(path) if path is not None else None
 
     async def _find_contact(self) -> None:
         """Until some member answers; the core bounds the wait."""
-        was_there = False
+        said: set[str] = set()
         while True:
             contacts = list(self._environment.contacts)
             found = self._read_job_file()
             if found is not None:
-                was_there = True
                 contacts += found.contacts
-            elif was_there and not contacts:
+                self._use_token((self._environment.token or found.token).encode())
+            elif not contacts:  # The file was there when this guardian looked for a job.
                 reason = "the job ended before this guardian could join it"
                 self._feed(e.EndAsked(exit_code=EXIT_NO_JOB, reason=reason))
                 return
@@ -370,7 +375,10 @@ class GuardianProcess:
                 try:
                     member = await self._peers.find_contact(contact)
                 except WireError as error:
-                    logger.debug("no contact at %s:%d: %s", *contact, error)
+                    words = f"no member of the job answers at {format_address(contact)}: {error}"
+                    if words not in said:
+                        said.add(words)
+                        logger.warning("%s; trying on", words)
                     continue
                 self._feed(e.Contact(member=member))
                 return

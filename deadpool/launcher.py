@@ -27,7 +27,12 @@ from deadpool.config import (
 )
 from deadpool.forkserver import ForkServer
 from deadpool.process import set_process_name
-from deadpool.protocol.types import EXIT_FENCED, EXIT_MINORITY, EXIT_NO_JOB
+from deadpool.protocol.types import (
+    EXIT_FENCED,
+    EXIT_GUARDIAN_FAILED,
+    EXIT_MINORITY,
+    EXIT_NO_JOB,
+)
 
 _HOST = "127.0.0.1"
 _LEAVE_AFTER_SUCCESS_S = 60.0
@@ -52,7 +57,7 @@ class NodeEnd:
     def is_loss(self) -> bool:
         """It says nothing about the job: killed, crashed, or taken for lost."""
         crashed = self.code > 128 and self.code not in (128 + signal.SIGINT, 128 + signal.SIGTERM)
-        return self.by_signal or crashed or self.code == EXIT_FENCED
+        return self.by_signal or crashed or self.code in (EXIT_FENCED, EXIT_GUARDIAN_FAILED)
 
     @property
     def ends_job(self) -> bool:

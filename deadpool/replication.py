@@ -177,7 +177,7 @@ class ReplicaServer:
         handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
     ) -> None:
         self._shelf = shelf
-        self._token = token
+        self.token = token
         self._offered = offered
         self._received = received
         self._asked = asked
@@ -225,7 +225,7 @@ class ReplicaServer:
     async def _serve_channel(self, channel: Channel, authenticated: Callable[[], None]) -> None:
         with contextlib.closing(channel):
             try:
-                await asyncio.wait_for(channel.accept(self._token), self._handshake_timeout_s)
+                await asyncio.wait_for(channel.accept(self.token), self._handshake_timeout_s)
             except asyncio.TimeoutError:
                 self._refusals.note(channel.peer, "its handshake took too long")
                 return

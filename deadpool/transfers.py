@@ -39,7 +39,7 @@ class Transfers:
         start: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
     ) -> None:
         self._arena = arena
-        self._token = token
+        self.token = token
         self._injector = injector
         self._feed = feed
         self._tell_trainer = tell_trainer
@@ -87,7 +87,7 @@ class Transfers:
         while True:
             try:
                 replica = await pull_replica(
-                    source, token=self._token, slot=slot, epoch=epoch, iteration=iteration
+                    source, token=self.token, slot=slot, epoch=epoch, iteration=iteration
                 )
                 return replica, time.monotonic() - started
             except WireError as error:
@@ -148,7 +148,7 @@ class Transfers:
         while True:
             try:
                 if self._channel is None:
-                    self._channel = await Channel.connect(action.holder, token=self._token)
+                    self._channel = await Channel.connect(action.holder, token=self.token)
                 await put_replica(
                     self._channel,
                     slot=action.slot,

@@ -185,3 +185,5 @@ EXIT_NO_JOB = 70
 """A guardian found no job to join."""
 EXIT_FENCED = 72
 """A guardian whose node counts as lost."""
+EXIT_GUARDIAN_FAILED = 73
+"""An error of ours ended a guardian; the job goes on without its node."""

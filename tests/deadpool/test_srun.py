@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 
+from deadpool import job_file
 from tests.deadpool.job_process import REPOSITORY, TRAINING_FLAGS, Job
 
 FLAGS = "--pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping --bf16 --train-iters 6".split()
@@ -27,7 +28,9 @@ def start_task(command, output, **environ):
 
 def test_job_under_slurm_variables_survives_a_loss(peace, data_cache, tmp_path):
     unfailed = peace(LAUNCH, FLAGS)
-    job_file, log_dir = tmp_path / "job.json", tmp_path / "log"
+    path, log_dir = tmp_path / "job.json", tmp_path / "log"
+    # What an earlier job left under the same name: a token that fits nobody, a dead address.
+    job_file.write(str(path), "f" * 64, [("127.0.0.1", 9)])
     data = REPOSITORY / "tests" / "golden" / "licenses_bytes"
     script = [
         *("pretrain_gpt.py", "--deadpool", "--deadpool-log-dir", str(log_dir), *TRAINING_FLAGS),
@@ -45,7 +48,7 @@ def test_job_under_slurm_variables_survives_a_loss(peace, data_cache, tmp_path):
                         "SLURM_LOCALID": str(local_rank),
                         "SLURM_NNODES": "3",
                         "SLURM_NTASKS": "6",
-                        "DEADPOOL_JOB_FILE": str(job_file),
+                        "DEADPOOL_JOB_FILE": str(path),
                     }
                     tasks.append(start_task(script, output, **slurm))
             codes = [task.wait(timeout=200) for task in tasks]
@@ -62,4 +65,4 @@ def test_job_under_slurm_variables_survives_a_loss(peace, data_cache, tmp_path):
     assert [(swap["nodes_lost"], swap["spares_used"]) for swap in job.swaps] == [([1], [2])]
     assert job.losses == unfailed.losses
     assert job.parameters == unfailed.parameters
-    assert not job_file.exists()
+    assert not path.exists()
