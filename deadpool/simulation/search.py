@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from deadpool.protocol import messages as m
 from deadpool.protocol.invariants import Violated
-from deadpool.simulation.world import ENDED, World, keep_all, keep_none
+from deadpool.simulation.world import ENDED, World, epoch_of, keep_all, keep_none
 
 Move = tuple[Any, ...]
 
@@ -67,6 +67,16 @@ def _faults(world: World) -> Iterator[Move]:
             if c.down and c.down[0] is not ENDED:
                 yield ("repeat", number, False)
 
+    for index, late in enumerate(world.late):
+        if world.is_late(late):
+            yield ("late", index)
+    if world.late_left:
+        for number, c in world.connections.items():
+            if c.up and c.up[0] is not ENDED and epoch_of(c.up[0]) > 0:
+                yield ("keep copy", number, True)
+            if c.down and c.down[0] is not ENDED and epoch_of(c.down[0]) > 0:
+                yield ("keep copy", number, False)
+
 
 def apply(world: World, move: Move) -> None:
     match move:
@@ -93,6 +103,11 @@ def apply(world: World, move: Move) -> None:
             for _ in range(world.settings.bounds.silence + 1):
                 if member in world.processes:
                     world.tick(member)
+        case ("keep copy", number, up):
+            world.late_left -= 1
+            world.keep_copy(number, up=up)
+        case ("late", index):
+            world.deliver_late(index)
         case ("repeat", number, up):
             world.copies_left -= 1
             world.repeat(number, up=up)

@@ -85,6 +85,15 @@ class Transfer(NamedTuple):
     received: e.Received
 
 
+class Late(NamedTuple):
+    """A copy of a message, that is delivered once its receiver has entered a later epoch."""
+
+    sender: MemberId
+    receiver: MemberId
+    is_up: bool
+    message: Any
+
+
 class Process:
     """A guardian's process and its trainer."""
 
@@ -188,7 +197,8 @@ class World:
         self.fenced_nodes: frozenset[Node] = frozenset()
         self.transfers: tuple[Transfer, ...] = ()
         self.losses_left = self.resets_left = self.suspicions_left = 0
-        self.regroup_failures_left = self.copies_left = 0
+        self.regroup_failures_left = self.copies_left = self.late_left = 0
+        self.late: tuple[Late, ...] = ()
         self.rounds = 0
         self._next_connection = 0
         self._next_member = 0
@@ -228,7 +238,7 @@ class World:
             ),
             self.history.key(), frozenset(self._accepted.items()), self.transfers,
             self.losses_left, self.resets_left, self.suspicions_left,
-            self.regroup_failures_left, self.copies_left,
+            self.regroup_failures_left, self.copies_left, self.late_left, key_of(self.late),
         )  # fmt: skip
 
     def _mine(self, member: MemberId) -> Process:
@@ -514,6 +524,34 @@ class World:
         self.connections[number] = c._replace(up=doubled) if up else c._replace(down=doubled)
         self._tell_agenda("up" if up else "down", number)
 
+    def keep_copy(self, number: int, *, up: bool) -> None:
+        """Of the next message, which has an epoch."""
+        c = self.connections[number]
+        queue = c.up if up else c.down
+        assert queue
+        ends = (c.dialler, c.acceptor) if up else (c.acceptor, c.dialler)
+        self.late += (Late(*ends, up, queue[0]),)
+
+    def is_late(self, late: Late) -> bool:
+        process = self.processes.get(late.receiver)
+        if process is None:
+            return False
+        leader = process.core.leader
+        if not late.is_up:
+            return epoch_of(late.message) < process.core.promised and bool(process.core.upstream)
+        return leader is not None and epoch_of(late.message) < leader.epoch
+
+    def deliver_late(self, index: int) -> None:
+        late = self.late[index]
+        self.late = self.late[:index] + self.late[index + 1 :]
+        self._say("%s takes, too late: %s", late.receiver, late.message)
+        if late.is_up:
+            self.handle(late.receiver, e.FromFollower(sender=late.sender, message=late.message))
+        else:
+            upstream = self.processes[late.receiver].core.upstream
+            assert upstream is not None
+            self.handle(late.receiver, e.FromLeader(sender=upstream.member, message=late.message))
+
     def reset(self, number: int, up: Callable[[int], int], down: Callable[[int], int]) -> None:
         self._say(f"connection {self.connections[number][:2]} is reset")
         self._close(number, up=up, down=down)
@@ -787,6 +825,16 @@ class World:
     def _holdings(self, member: MemberId) -> Holdings:
         p = self.processes[member]
         return Holdings(own=p.own(), replicas=p.core.shelf.holdings())
+
+
+def epoch_of(message: Any) -> int:
+    """-1 where it has none."""
+    named = getattr(message, "roster", None) or getattr(message, "id", None)
+    if isinstance(message, m.Ended):
+        return message.end.epoch
+    if isinstance(named, RosterId):
+        return named.epoch
+    return int(getattr(message, "epoch", -1))
 
 
 def _shorten(queue: tuple[Any, ...], cut: Callable[[int], int]) -> tuple[Any, ...]:
