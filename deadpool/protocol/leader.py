@@ -735,7 +735,7 @@ class Leader:
 
     def _leave_when_noted(self) -> list[Action | StepDown]:
         if len(self._noted) < len(self.members):
-            return []  # For speed, as above.
+            return []  # For speed: asked once a member, it may not look at all of them.
         if not self.members.keys() <= self._noted or not self._is_decided:
             return []
         return self._leave()
