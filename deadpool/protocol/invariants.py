@@ -119,7 +119,7 @@ class History:
     """What an execution has done so far, checked as it goes on. Cheap to copy: see `copy`."""
 
     __slots__ = (
-        "commits", "ends", "exits", "highest", "in_force", "loaded", "plans", "proposers",
+        "commits", "ends", "exits", "highest", "in_force", "loaded", "plans", "proposers", "ready",
         "restores", "rosters",
     )  # fmt: skip
 
@@ -133,6 +133,7 @@ class History:
         self.loaded: dict[Epoch, tuple[Iteration, int]] = {}
         """The state that an epoch's trainers begin with: iteration, and the epoch it was made in,
         since a repeated iteration may differ in bits."""
+        self.ready: dict[Epoch, frozenset[MemberId]] = {}
         self.commits: dict[Epoch, Iteration] = {}
         self.highest = Iteration(-1)
         self.ends: dict[Epoch, int] = {}
@@ -151,7 +152,8 @@ class History:
             self.in_force, tuple(self.plans), tuple(self.proposers.items()),
             tuple(self.restores.items()),
             tuple(self.loaded.items()), tuple(self.commits.items()), self.highest,
-            tuple(self.ends.items()), tuple(sorted(self.exits.items())),
+            frozenset(self.ready.items()), tuple(self.ends.items()),
+            tuple(sorted(self.exits.items())),
         )  # fmt: skip
 
     def proposed(self, leader: MemberId, roster: Roster) -> None:
@@ -179,8 +181,11 @@ class History:
         )
         self.plans[plan.epoch] = plan
 
-    def was_loaded(self, epoch: Epoch, iteration: Iteration, made_in: int) -> None:
-        """A trainer is ready with this state."""
+    def was_loaded(
+        self, epoch: Epoch, member: MemberId, iteration: Iteration, made_in: int
+    ) -> None:
+        """A member's trainer is ready with this state."""
+        self.ready[epoch] = self.ready.get(epoch, frozenset()) | {member}
         first = self.loaded.setdefault(epoch, (iteration, made_in))
         require(
             first == (iteration, made_in),
@@ -210,6 +215,8 @@ class History:
             f"3: epoch {epoch} begins to train after {max(self.restores, default=None)}",
         )
         plan = self.plans[epoch]
+        late = {member.member for member in plan.slots} - self.ready.get(epoch, frozenset())
+        require(not late, f"3: epoch {epoch} trains although {sorted(late)} are not ready")
         restore = plan.restart.restore
         restore = Iteration(0) if restore is None else restore
         newest = max(self.commits.values(), default=restore)

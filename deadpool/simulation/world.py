@@ -691,7 +691,7 @@ class World:
             p.live = next(s for s in p.buffers if s is not None and s.iteration == restore)
             p.completed = restore
             p.state = READY
-        self.history.was_loaded(p.epoch, *p.live)
+        self.history.was_loaded(p.epoch, member, *p.live)
         self.history.highest = max(self.history.highest, p.completed)
         ready = m.Ready(epoch=p.epoch, seconds={}, num_bytes=0, iterations_rerun=0)
         self.handle(member, e.TrainerSaid(message=ready))
