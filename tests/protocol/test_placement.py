@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -11,9 +13,9 @@ from megatron.core.parallel_state import RankGenerator
 
 from deadpool.protocol.placement import (
     Grid,
+    assign_slots,
     choose_holders,
     choose_restore_point,
-    choose_spare,
     node_position,
 )
 from deadpool.protocol.types import Holdings, Iteration, Member, MemberId, Node, Slot
@@ -56,7 +58,7 @@ def test_data_parallel_ring_over_grids_is_megatrons_group_rotated() -> None:
         for group in megatron_data_groups(grid):
             for place, slot in enumerate(group):
                 rotated = group[place + 1 :] + group[:place]
-                assert grid.data_parallel_ring(Slot(slot)) == rotated, (grid, slot)
+                assert list(grid.data_parallel_ring(Slot(slot))) == rotated, (grid, slot)
 
 
 def test_holders_over_grids_are_always_on_another_node() -> None:
@@ -162,30 +164,109 @@ def test_restore_point_newer_but_incomplete_is_passed_over() -> None:
     assert choose_restore_point(slots, says) == (4, {})
 
 
-# Spares
+# Slots
+
+
+def grid_of(num_nodes: int, ranks_per_node: int = 1) -> Grid:
+    return Grid(
+        world_size=num_nodes * ranks_per_node,
+        ranks_per_node=ranks_per_node,
+        tensor=1,
+        context=1,
+        pipeline=1,
+        pipeline_before_data=False,
+    )
 
 
 def members(node: int, numbers: list[int]) -> list[Member]:
     return [
-        Member(member=MemberId(n), node=Node(node), local_rank=rank, host="h", data_port=1)
+        Member(
+            member=MemberId(n),
+            node=Node(node),
+            local_rank=rank,
+            host="h",
+            control_port=1,
+            data_port=2,
+        )
         for rank, n in enumerate(numbers)
     ]
 
 
-def test_spare_that_waits_longest_is_chosen_whatever_its_node_number() -> None:
-    spares = {
-        Node(2): members(2, [9, 10]),
-        Node(7): members(7, [6, 5]),
-        Node(8): members(8, [7, 8]),
-    }
-    assert choose_spare(spares, 2) == 7
+def test_slots_of_a_launch_go_to_nodes_in_the_order_of_members() -> None:
+    alive = members(4, [9, 8]) + members(2, [1, 2]) + members(7, [5, 6])
+    assert assign_slots(grid_of(2, 2), alive, {}, set()) == (9, 8, 1, 2)
 
 
-def test_spare_incomplete_is_not_chosen() -> None:
-    spares = {Node(2): members(2, [1]), Node(7): members(7, [6, 5])}
-    assert choose_spare(spares, 2) == 7
-    assert choose_spare({Node(2): members(2, [1])}, 2) is None
+def test_slots_of_a_lost_node_go_to_the_first_complete_spare() -> None:
+    alive = members(1, [3, 4]) + members(5, [7]) + members(6, [9, 8]) + members(2, [11, 12])
+    bound = {MemberId(3): Slot(2), MemberId(4): Slot(3)}
+    assert assign_slots(grid_of(2, 2), alive, bound, set(bound)) == (9, 8, 3, 4)
 
 
-def test_spare_of_none_is_none() -> None:
-    assert choose_spare({}, 2) is None
+def test_slots_without_a_complete_spare_are_none() -> None:
+    alive = members(1, [3, 4]) + members(5, [7])
+    assert assign_slots(grid_of(2, 2), alive, {MemberId(3): Slot(2)}, set()) is None
+
+
+def test_slots_that_two_nodes_were_built_for_go_to_the_one_that_trained() -> None:
+    alive = members(0, [1]) + members(1, [2]) + members(2, [3])
+    bound = {MemberId(1): Slot(0), MemberId(2): Slot(1), MemberId(3): Slot(1)}
+    assert assign_slots(grid_of(2), alive, bound, {MemberId(1), MemberId(3)}) == (1, 3)
+    assert assign_slots(grid_of(2), alive, bound, {MemberId(1), MemberId(2)}) == (1, 2)
+
+
+@given(st.lists(st.booleans(), min_size=8, max_size=8), st.integers(0, 3))
+def test_slots_after_any_losses_are_held_once_and_survivors_stay(
+    lives: list[bool], num_spares: int
+) -> None:
+    everybody = [members(n, [2 * n, 2 * n + 1]) for n in range(8 + num_spares)]
+    alive = [x for n, m in enumerate(everybody) if n >= 8 or lives[n] for x in m]
+    bound = {MemberId(s): Slot(s) for s in range(16) if lives[s // 2]}
+    slots = assign_slots(grid_of(8, 2), alive, bound, set(bound))
+    assert (slots is None) == (lives.count(False) > num_spares)
+    if slots is not None:
+        assert len(set(slots)) == 16
+        assert all(slots[slot] == member for member, slot in bound.items())
+
+
+def count_calls(function: Callable[[], object]) -> int:
+    """Work without a clock."""
+    calls = 0
+
+    def on_event(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(on_event)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_placement_of_ten_thousand_slots_works_in_proportion() -> None:
+    def place(num_nodes: int) -> None:
+        grid = grid_of(num_nodes, 4)
+        holders = choose_holders(grid)
+        alive = [
+            x for n in range(1, num_nodes + 2) for x in members(n, list(range(4 * n, 4 * n + 4)))
+        ]
+        bound = {MemberId(s): Slot(s) for s in range(4, 4 * num_nodes)}
+        slots = assign_slots(grid, alive, bound, set(bound))
+        assert slots is not None
+        kept: dict[MemberId, set[tuple[Slot, Iteration]]] = {}
+        for slot, holder in enumerate(holders):
+            kept.setdefault(slots[holder], set()).add((Slot(slot), Iteration(7)))
+        says = {
+            x: Holdings(
+                own=frozenset({Iteration(7)} if x in bound else ()),
+                replicas=frozenset(kept.get(x, ())),
+            )
+            for x in slots
+        }
+        point = choose_restore_point([(Slot(s), x) for s, x in enumerate(slots)], says)
+        assert point is not None and point[0] == 7 and set(point[1]) == {0, 1, 2, 3}
+
+    small, large = (count_calls(lambda n=n: place(n)) for n in (250, 2500))
+    assert large < 11 * small
