@@ -385,6 +385,8 @@ async def lie_to_a_follower(folder: Path, lie: str) -> None:
         restart = Restart(restore=None, replaced=(), sources=(), store_slot=Slot(0), store_port=1)
         peers.to_followers(who, m.Welcome())
         slots = [me.member, other.member]
+        # With whom it would be a majority: it goes on without its leader.
+        spares = [member(random.Random(node), node=node) for node in (2, 3)]
         for epoch in (1, 2):
             peers.to_followers(who, m.Abort(epoch=Epoch(epoch), store_member=me.member))
             await next_of(m.Aborted)
@@ -393,7 +395,7 @@ async def lie_to_a_follower(folder: Path, lie: str) -> None:
                 id=RosterId(Epoch(epoch), 0),
                 leader=me.member,
                 base=RosterId(Epoch(7), 7) if is_lie and lie == "unknown base" else None,
-                added=(me, other),
+                added=(me, other, *spares),
                 removed=(),
                 slots=tuple((Slot(s), x) for s, x in enumerate(slots)),
                 restart=restart,
