@@ -236,7 +236,7 @@ class Guardian:
             return [e.FindContact()]
         if lost.node == self.me.node and lost != self.me:
             return self._give_up(EXIT_FENCED, f"the leader was lost, on this same node {lost.node}")
-        if self.end is None and self._is_hopeless_without(lost.node):
+        if lost != self.me and self.end is None and self._is_hopeless_without(lost.node):
             reason = (
                 f"node {lost.node}, which led, was lost, the rest is no majority, and no complete "
                 "spare node is left; start the job again with more --spare-nodes"
