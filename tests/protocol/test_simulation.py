@@ -19,12 +19,21 @@ REGRESSIONS = {
     13389: "spares that outlived every slot began training anew",
     17757: "a spare led by the majority of a roster that was never in force",
     35014: "a minority took over an end that no majority had noted",
-    51705: "a candidate's old supporters counted although they had turned to others",
+    51705: "the model itself closed a connection twice",
     52966: "two minorities told different ends",
     54456: "a leader with silent ranks on its own node fenced its majority",
     60546: "half of a launch ended with another cause than the other half",
     61098: "a leader whose trainer was killed led empty epochs for ever",
 }
+"""What each found when it broke. The model has changed since, and with it what a seed means: they
+are kept as samples that must hold, and need not meet the same mistake again."""
+
+UNSOLVED = {
+    113461: "a leader's node is cut off: candidates that step down cost further nodes, none leads",
+    115393: "a leader takes resets for losses, and fences nodes one by one up to half",
+    202727: "a leader that was stopped comes back, loses two nodes at once, and ends for want of spares",
+}
+"""One node's fault, a spare, and yet the job ends: safe, and not what it should do."""
 
 scenarios = st.builds(
     Scenario,
@@ -50,6 +59,12 @@ def test_schedule_of_any_scenario_holds_the_invariants(scenario: Scenario) -> No
 
 @pytest.mark.parametrize("seed", REGRESSIONS, ids=str)
 def test_schedule_that_once_broke_holds(seed: int) -> None:
+    run_seed(seed)
+
+
+@pytest.mark.xfail(raises=Violated, strict=True, reason="a lost connection counts as a lost node")
+@pytest.mark.parametrize("seed", UNSOLVED, ids=str)
+def test_schedule_of_one_fault_completes(seed: int) -> None:
     run_seed(seed)
 
 
