@@ -31,7 +31,7 @@ are kept as samples that must hold, and need not meet the same mistake again."""
 UNSOLVED = {
     113461: "a leader's node is cut off: candidates that step down cost further nodes, none leads",
     115393: "a leader takes resets for losses, and fences nodes one by one up to half",
-    202727: "a leader that was stopped comes back, loses two nodes at once, and ends for want of spares",
+    202727: "a leader that was stopped and comes back loses two nodes at once, and ends",
 }
 """One node's fault, a spare, and yet the job ends: safe, and not what it should do."""
 
