@@ -190,6 +190,8 @@ class Guardian:
             lost = self._lost
             if lost is not None and (lost == self.me or lost.member in supporters):
                 lost = None  # It leads no more, and is there.
+            elif lost is not None and lost.node == self.me.node:
+                return []  # Whoever else leads takes this node for lost.
             self.leader, actions = Leader.succeed(
                 self._settings, self.me, rosters=rosters, lost=lost, promised=promised
             )
@@ -234,8 +236,6 @@ class Guardian:
         if not self._rosters:
             self.standing = Standing.JOINING
             return [e.FindContact()]
-        if lost.node == self.me.node and lost != self.me:
-            return self._give_up(EXIT_FENCED, f"the leader was lost, on this same node {lost.node}")
         if lost != self.me and self.end is None and self._is_hopeless_without(lost.node):
             reason = (
                 f"node {lost.node}, which led, was lost, the rest is no majority, and no complete "
@@ -288,6 +288,10 @@ class Guardian:
             if self._age > bounds.silence:
                 return self._seek()
             actions = [e.ToLeader(leader=self.upstream, message=m.Heartbeat())]
+            if self._supporters and self._age <= 1 and self.leader is None:
+                # Its leader is there: they have lost their connection, not the leader.
+                leads = m.NotLeader(leader=self.upstream)
+                actions.append(e.ToFollowers(members=tuple(self._supporters), message=leads))
         elif self.standing is Standing.JOINING and self._waited > bounds.start:
             return self._give_up(EXIT_NO_JOB, "no job was found to join in time")
         elif self.standing is Standing.SEEKING:
@@ -329,7 +333,7 @@ class Guardian:
         return handler(self, event.message) if handler is not None else []
 
     def _welcome(self, message: m.Welcome) -> list[Action | StepDown]:
-        self.standing = Standing.FOLLOWING
+        self.standing, self._age = Standing.FOLLOWING, 0
         return []
 
     def _not_leader(self, message: m.NotLeader) -> list[Action | StepDown]:
@@ -556,7 +560,7 @@ class Guardian:
     def _fetch_failed(self, event: e.FetchFailed) -> list[Action | StepDown]:
         if not self._is_current(event.epoch):
             return []
-        return self._tell(m.Failed(reason=event.reason, exit_code=4))
+        return self._tell(m.RegroupFailed(epoch=event.epoch, reason=event.reason))
 
     def _is_slot(self, slot: Slot) -> bool:
         return 0 <= slot < self._settings.grid.world_size
@@ -645,6 +649,7 @@ _FROM_LEADER: dict[Standing, dict[type, _Handler]] = {
     },
     Standing.SEEKING: {
         **_ENDS,
+        m.Welcome: Guardian._welcome,
         m.NotLeader: Guardian._candidate_is,
         m.Abort: Guardian._enter_epoch,
     },

@@ -95,6 +95,8 @@ class Leader:
         self._heard: dict[MemberId, int] = dict.fromkeys(self.members, 0)
         """When each member was last heard, in ticks of this leadership."""
         self._connected: set[MemberId] = set()
+        self._cut_off: set[MemberId] = set()
+        """Members whose connection ended: they come back, or are found dead or silent."""
         self._now = 0
         self._entered = 0
         """When the phase began."""
@@ -183,6 +185,7 @@ class Leader:
         if sender in self.members:
             self._heard[sender] = self._now
             self._connected.add(sender)
+            self._cut_off.discard(sender)
         elif not isinstance(message, m.Join | m.Support):
             return []  # Of a member that is lost; its connection is being closed.
         return handler(self, sender, message)
@@ -200,13 +203,26 @@ class Leader:
         if self.phase is Phase.ENDING:
             del self.members[sender]
             return self._leave_when_noted()
-        return self._lose([member.node], reason)
+        return self._cut(member)
+
+    def _cut(self, member: Member) -> list[Action | StepDown]:
+        """What was under way to a live member is lost with its connection: a new epoch says it
+        again. Whether the member lives, a probe or its return tells."""
+        self._cut_off.add(member.member)
+        self._knows.discard(member.member)
+        probe: list[Action | StepDown] = [Probe(member=member)]
+        concerns = member.member in self._slot_of or self.phase is not Phase.TRAINING
+        if concerns and not (self.phase is Phase.ABORTING and member.member not in self._aborted):
+            return [*self._announce(), *probe]
+        return probe
 
     def dead(self, member: MemberId) -> list[Action | StepDown]:
         """A probe's answer."""
-        if member in self.members and member not in self._connected:
+        if member not in self.members or member in self._connected:
+            return []
+        if self.phase in (Phase.FORMING, Phase.ENDING):
             return self.gone(member, "its process is gone")
-        return []
+        return self._lose([self.members[member].node], "its process is gone")
 
     def tick(self) -> list[Action | StepDown]:
         self._now += 1
@@ -314,12 +330,13 @@ class Leader:
             # The successor names the node; here is nobody left to lead from.
             end = End(epoch=self.epoch, exit_code=EXIT_FENCED, reason=reason)
             return [*fence, StopTrainer(end=end), Exit(exit_code=EXIT_FENCED, reason=reason)]
-        if had_slots or (self.phase is Phase.ABORTING and self._store in gone):
+        has_answered = not gone.isdisjoint(self._aborted)
+        if self.phase is Phase.ABORTING and not has_answered and self._store not in gone:
+            return fence + self._plan_when_all_answered()  # The epoch has not begun for them.
+        if had_slots or self.phase is Phase.ABORTING:
             if not self._has_trained and self.phase is Phase.REGROUPING:
                 return fence + self._halt(self._lost_too_early(reason), EXIT_FAILED)
             return fence + self._announce()
-        if self.phase is Phase.ABORTING:
-            return fence + self._plan_when_all_answered()
         if self.phase is Phase.TRAINING:
             return fence + self._update_roster()
         return fence
@@ -331,6 +348,7 @@ class Leader:
         for member in gone:
             del self.members[member.member]
             self._connected.discard(member.member)
+            self._cut_off.discard(member.member)
             self._knows.discard(member.member)
             if member.member in self._slot_of:
                 had_slots = True
@@ -388,7 +406,8 @@ class Leader:
         self._accepts = None
         self._promises = Ballot(self.rosters.values())
         slots = self._roster.slots if self._roster is not None else self._assign() or ()
-        self._store = next((x for x in slots if x in self.members), self._me.member)
+        there = self.members.keys() - self._cut_off
+        self._store = next((x for x in slots if x in there), self._me.member)
         for member in self.members:
             self._heard[member] = self._now
         return [self._enter(Phase.ABORTING), self._abort_message(tuple(self.members))]
@@ -412,8 +431,15 @@ class Leader:
                 ToFollowers(members=(sender,), message=m.Fenced(reason=reason)),
                 HangUp(members=(sender,)),
             ]
+        if self.phase is Phase.TRAINING and sender not in self._slot_of:
+            if message.promised == self.epoch:
+                self._admit(message.member)
+                welcome = ToFollowers(members=(sender,), message=m.Welcome())
+                return [welcome, *self._update_roster()]
+            return self._lose([message.member.node], "it missed the epoch")
         if self.phase is not Phase.ABORTING:
-            return self._lose([message.member.node], "it lost its connection to the leader")
+            self.epoch = Epoch(max(self.epoch, message.promised))
+            return self._announce()
         if message.promised >= self.epoch:
             self.epoch = message.promised
             return self._announce()

@@ -125,9 +125,7 @@ def commits_when_the_first_has_staged(
     return [a for x in members for a in leader.Leader._take_staged(self, x, message)]
 
 
-def takes_ready_of_any_epoch(
-    self: leader.Leader, sender: MemberId, message: m.Ready
-) -> list[Any]:
+def takes_ready_of_any_epoch(self: leader.Leader, sender: MemberId, message: m.Ready) -> list[Any]:
     now = dataclasses.replace(message, epoch=self.epoch)
     return leader.Leader._take_ready(self, sender, now)
 
