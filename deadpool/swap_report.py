@@ -1,4 +1,4 @@
-"""What one swap cost, as a line for people and a record for programs."""
+"""What a recovery cost, as a line for people and a record for programs."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ class SwapReport:
     """
 
     epoch: int
-    nodes_lost: list[Node]
     lost_at: float
-    """First news of the loss."""
+    """First news of the loss, or of a connection's end."""
     announced_at: float
-    killed_at: float | None
-    """When the fault was injected, where it was."""
+    nodes_lost: list[Node] = dataclasses.field(default_factory=list)
+    """None: groups were repaired in place, and nobody was replaced."""
     spares_used: list[Node] = dataclasses.field(default_factory=list)
     restored_iteration: int | None = None
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -46,13 +45,15 @@ class SwapReport:
     _entered_at: float = 0.0
 
     def __post_init__(self) -> None:
-        self.seconds["detect"] = self.announced_at - (self.killed_at or self.lost_at)
         self._entered_at = self.announced_at
 
-    def enter(self, action: e.EnterPhase, now: float) -> None:
+    def enter(self, action: e.EnterPhase, now: float, killed_at: float | None) -> None:
+        """killed_at: when the fault was injected, where it was."""
         if action.phase is Phase.REGROUPING:
+            self.nodes_lost = list(action.nodes_lost)
             self.spares_used = list(action.spares_used)
             self.restored_iteration = action.restore
+            self.seconds["detect"] = self.announced_at - (killed_at or self.lost_at)
             self.seconds["abort"] = now - self._entered_at
         elif action.phase is Phase.TRAINING:
             # Members' stages fill the phase; what remains is news travelling.
@@ -86,8 +87,9 @@ class SwapReport:
         nodes = ",".join(map(str, self.nodes_lost))
         spares = ",".join(map(str, self.spares_used))
         stages = " ".join(f"{s} {self.seconds[s]:.3f}" for s in STAGES if s in self.seconds)
+        what = f"node {nodes} lost, spare {spares} took its place"
         return (
-            f"[deadpool] epoch {self.epoch}: node {nodes} lost, spare {spares} took its place; "
+            f"[deadpool] epoch {self.epoch}: {what if nodes else 'repaired in place'}; "
             f"back at iteration {self.restored_iteration}, {self.iterations_rerun} run again; "
             f"seconds: {stages} total {self.total:.3f}; "
             f"{self.num_bytes} bytes at {self.gigabytes_per_s:.2f} GB/s"
@@ -95,7 +97,7 @@ class SwapReport:
 
     def record(self) -> dict[str, Any]:
         return {
-            "event": "swap",
+            "event": "swap" if self.nodes_lost else "repair",
             "epoch": self.epoch,
             "nodes_lost": self.nodes_lost,
             "spares_used": self.spares_used,
@@ -117,30 +119,28 @@ class SwapReporter:
         self._log_dir = log_dir
         self._injects = injects
         self._world_size = world_size
-        self._lost_at: float | None = None
+        self._leader_lost_at: float | None = None
         self._report: SwapReport | None = None
 
     def see(self, event: e.Event) -> None:
-        """Before the core takes it: the first news of a loss that leads to a swap starts the
-        clock."""
-        lost = isinstance(event, e.FollowerGone | e.LeaderGone | e.Dead) or (
-            isinstance(event, e.FromFollower) and isinstance(event.message, m.TrainerLost)
-        )
-        if lost and self._report is None:
-            self._lost_at = time.monotonic()
+        """Before the core takes it: a recovery that this guardian comes to lead began when the
+        leader was lost."""
+        if isinstance(event, e.LeaderGone) and self._leader_lost_at is None:
+            self._leader_lost_at = time.monotonic()
+        elif isinstance(event, e.FromLeader) and isinstance(event.message, m.Resume):
+            self._leader_lost_at = None  # Another led it.
 
     def enter(self, action: e.EnterPhase) -> None:
         now = time.monotonic()
-        if action.phase is Phase.ABORTING and action.nodes_lost:
-            self._report = SwapReport(
-                epoch=action.epoch,
-                nodes_lost=list(action.nodes_lost),
-                lost_at=self._report.lost_at if self._report else self._lost_at or now,
-                announced_at=now,
-                killed_at=self._injected_kill(action.nodes_lost),
-            )
+        if action.phase is Phase.ABORTING:
+            lost_at = self._report.lost_at if self._report else self._leader_lost_at or now
+            self._report = SwapReport(epoch=action.epoch, lost_at=lost_at, announced_at=now)
+        elif action.phase is Phase.REGROUPING and action.restore is None:
+            self._report = None  # The job's first epoch.
         elif self._report is not None:
-            self._report.enter(action, now)
+            self._report.enter(action, now, self._injected_kill(action.nodes_lost))
+        if action.phase is Phase.TRAINING:
+            self._leader_lost_at = None
 
     def observe(self, message: m.Upstream) -> None:
         report = self._report

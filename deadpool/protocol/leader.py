@@ -516,6 +516,8 @@ class Leader:
                 "with more --spare-nodes",
                 EXIT_SPARES_EXHAUSTED,
             )
+        if self._store not in slots:
+            return self._announce()  # Nodes came that go first; now the choice knows them.
         restore: Iteration | None = None
         sources: dict[Slot, MemberId] = {}
         if self.rosters:
