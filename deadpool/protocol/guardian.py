@@ -227,23 +227,20 @@ class Guardian:
             return []
         if self.standing is Standing.SEEKING:
             return self._support_next()
-        return self._seek()
+        return self._seek(is_silent=False)
 
-    def _seek(self) -> list[Action | StepDown]:
-        """The leader is lost: support its successors, one after the other."""
+    def _seek(self, *, is_silent: bool) -> list[Action | StepDown]:
+        """The leader is lost: support its successors, one after the other. Where the connection
+        ended, itself first: it may be there and the connection alone be gone."""
         lost, self.upstream = self.upstream, None
         assert lost is not None
         if not self._rosters:
             self.standing = Standing.JOINING
             return [e.FindContact()]
-        if lost != self.me and self.end is None and self._is_hopeless_without(lost.node):
-            reason = (
-                f"node {lost.node}, which led, was lost, the rest is no majority, and no complete "
-                "spare node is left; start the job again with more --spare-nodes"
-            )
-            return self._give_up(EXIT_MINORITY, reason)
         self.standing, self._lost = Standing.SEEKING, lost
         self._tried = set()
+        if not is_silent and lost != self.me:
+            return self._support(lost)
         return self._support_next()
 
     def _is_hopeless_without(self, node: Node) -> bool:
@@ -258,9 +255,16 @@ class Guardian:
     def _support_next(self) -> list[Action | StepDown]:
         """The next in the order of succession; the lost leader last. None left: the round is over
         and the next tick begins another."""
-        assert self._lost is not None
-        order = [x for x in self._rosters[-1].members if x.member != self._lost.member]
-        order.append(self._lost)
+        lost = self._lost
+        assert lost is not None
+        if lost != self.me and self.end is None and self._is_hopeless_without(lost.node):
+            reason = (
+                f"node {lost.node}, which led, was lost, the rest is no majority, and no complete "
+                "spare node is left; start the job again with more --spare-nodes"
+            )
+            return self._give_up(EXIT_MINORITY, reason)
+        order = [x for x in self._rosters[-1].members if x.member != lost.member]
+        order.append(lost)
         following = next((x for x in order if x.member not in self._tried), None)
         self.upstream = following
         return self._support(following) if following is not None else []
@@ -286,7 +290,7 @@ class Guardian:
         if self.standing is Standing.FOLLOWING:
             assert self.upstream is not None
             if self._age > bounds.silence:
-                return self._seek()
+                return self._seek(is_silent=True)
             actions = [e.ToLeader(leader=self.upstream, message=m.Heartbeat())]
             if self._supporters and self._age <= 1 and self.leader is None:
                 # Its leader is there: they have lost their connection, not the leader.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,6 +23,7 @@ from tests.deadpool.test_job import (
     wait_for_iteration,
 )
 
+PIDFD_GETFD = 438
 GATED = "tests/deadpool/gated_pretrain.py"
 IMPATIENT = (
     "--deadpool-heartbeat-interval 0.2 --deadpool-heartbeat-timeout 2 --deadpool-error-grace 8 "
@@ -56,6 +59,26 @@ def wait_until(condition, words: str, timeout_s: float = 60.0) -> None:
         time.sleep(0.02)
 
 
+def wait_for_repair(log_dir: Path) -> None:
+    def is_repaired() -> bool:
+        path = log_dir / "events.jsonl"
+        return path.exists() and '"repair"' in path.read_text()
+
+    wait_until(is_repaired, "the groups were not rebuilt")
+
+
+def shut_down_connection(process: psutil.Process, port: int) -> None:
+    """End the process's connection to a port, as a network would, without its knowledge."""
+    found = [c for c in process.net_connections() if c.raddr and c.raddr.port == port]
+    assert len(found) == 1, found
+    pidfd = os.pidfd_open(process.pid)
+    descriptor = ctypes.CDLL(None, use_errno=True).syscall(PIDFD_GETFD, pidfd, found[0].fd, 0)
+    assert descriptor >= 0, os.strerror(ctypes.get_errno())
+    with socket.socket(fileno=descriptor) as sock:
+        sock.shutdown(socket.SHUT_RDWR)
+    os.close(pidfd)
+
+
 def guardians_of(node: psutil.Process) -> list[psutil.Process]:
     found = [p for p in node.children() if p.name() == "dp-guardian"]
     return sorted(found, key=lambda p: p.pid)
@@ -66,19 +89,44 @@ def test_stopped_node_is_replaced_and_fenced_when_it_continues(run_job, peace, v
     unfailed = peace(launch(3, 1), FLAGS)
 
     def stop_and_continue(pid, log_dir):
-        gate = hold(log_dir, 6)
-        wait_for_iteration(log_dir, 2)
+        before, after = hold(log_dir, 4), hold(log_dir, 6)
+        wait_for_iteration(log_dir, 3)
         node = node_processes(pid)[victim]
         os.killpg(node.pid, signal.SIGSTOP)
+        before.unlink()
         wait_for_swap(log_dir)
         os.killpg(node.pid, signal.SIGCONT)
         wait_until(lambda: not node.is_running(), "it runs on")
-        gate.unlink()
+        after.unlink()
 
     job = run_job(launch(3, 1), [*FLAGS, *IMPATIENT], during=stop_and_continue, script=GATED)
     job.check_clean()
     assert [(s["nodes_lost"], s["spares_used"]) for s in job.swaps] == [([victim], [2])]
     assert f"node {victim}" in job.output and "counts as lost" in job.output
+    assert job.losses == unfailed.losses
+    assert job.parameters == unfailed.parameters
+
+
+def test_connection_cut_between_live_guardians_costs_no_node(run_job, peace):
+    """Each follower loses its connection to the leader once; groups are rebuilt in place."""
+    unfailed = peace(launch(3, 1), FLAGS)
+
+    def cut(pid, log_dir):
+        before, after = hold(log_dir, 4), hold(log_dir, 6)
+        wait_for_iteration(log_dir, 3)
+        address = (log_dir.parent / "output").read_text().split(" at ")[1].split()[0]
+        leaders_port = int(address.rsplit(":")[1])
+        for count, node in enumerate(node_processes(pid)[1:], 1):
+            for guardian in guardians_of(node):
+                shut_down_connection(guardian, leaders_port)
+            before.unlink(missing_ok=True)
+            if count == 1:  # The second node has no slots: nobody stands still for it.
+                wait_for_repair(log_dir)
+        after.unlink()
+
+    job = run_job(launch(3, 1), FLAGS, during=cut, script=GATED)
+    job.check_clean()
+    assert job.swaps == []
     assert job.losses == unfailed.losses
     assert job.parameters == unfailed.parameters
 
