@@ -201,8 +201,9 @@ class Leader:
                 f"node {member.node} was lost before the job had formed: {reason}", EXIT_FAILED
             )
         if self.phase is Phase.ENDING:
-            del self.members[sender]
-            return self._leave_when_noted()
+            # It comes back to hear the end, or that all may leave; or it is dead.
+            self._cut_off.add(sender)
+            return [Probe(member=member)]
         return self._cut(member)
 
     def _cut(self, member: Member) -> list[Action | StepDown]:
@@ -220,8 +221,12 @@ class Leader:
         """A probe's answer."""
         if member not in self.members or member in self._connected:
             return []
-        if self.phase in (Phase.FORMING, Phase.ENDING):
+        if self.phase is Phase.FORMING:
             return self.gone(member, "its process is gone")
+        if self.phase is Phase.ENDING:
+            del self.members[member]
+            self._cut_off.discard(member)
+            return self._leave_when_noted()
         return self._lose([self.members[member].node], "its process is gone")
 
     def tick(self) -> list[Action | StepDown]:
@@ -764,7 +769,7 @@ class Leader:
     def _leave_when_noted(self) -> list[Action | StepDown]:
         if len(self._noted) < len(self.members):
             return []  # For speed: asked once a member, it may not look at all of them.
-        if not self.members.keys() <= self._noted or not self._is_decided:
+        if self._cut_off or not self.members.keys() <= self._noted or not self._is_decided:
             return []
         return self._leave()
 

@@ -130,12 +130,6 @@ def takes_ready_of_any_epoch(self: leader.Leader, sender: MemberId, message: m.R
     return leader.Leader._take_ready(self, sender, now)
 
 
-def counts_only_the_last_roster(
-    self: ballot.Ballot, rosters: Any, make: Any = ballot.Ballot.__init__
-) -> None:
-    make(self, list(rosters)[-1:])
-
-
 def patched(*patches: Any) -> contextlib.ExitStack:
     stack = contextlib.ExitStack()
     for patch in patches:
@@ -186,13 +180,3 @@ def test_search_without_a_check_of_epochs_finds_it() -> None:
         pytest.raises(Violated, match="are not ready"),
     ):
         search(training_world(losses=1, regroup_failures=1, late=1))
-
-
-def test_search_with_plans_that_only_their_own_roster_accepts_finds_it() -> None:
-    """The quorum of the roster in force is asked neither for the epoch nor for the plan."""
-    with patched(
-        mock.patch.object(Roster, "is_quorum", lambda self, voters: True),
-        mock.patch.object(ballot.Ballot, "__init__", counts_only_the_last_roster),
-        pytest.raises(Violated, match=r"2: |3: |4: |surviving members end"),
-    ):
-        search(training_world(suspicions=2))
