@@ -16,7 +16,8 @@ from deadpool.protocol import messages as m
 from deadpool.protocol.events import Action
 from deadpool.protocol.leader import Leader, Settings, StepDown
 from deadpool.protocol.placement import assign_slots, choose_holders
-from deadpool.protocol.snapshots import Kept, ShelfLedger
+from deadpool.protocol.rosters import compose
+from deadpool.protocol.snapshots import ShelfLedger
 from deadpool.protocol.types import (
     EXIT_FENCED,
     EXIT_MINORITY,
@@ -65,7 +66,7 @@ class Guardian:
         """What its trainer was built for."""
         self.has_state = False
         self.committed: Iteration | None = None
-        self.shelf = ShelfLedger()
+        self.shelf = ShelfLedger(settings.grid.world_size)
         self.end: End | None = None
         self._has_answered = Epoch(0)
         self._age = 0
@@ -419,17 +420,7 @@ class Guardian:
         return actions
 
     def _compose(self, message: m.Propose) -> Roster:
-        base = next((r for r in self._rosters if r.id == message.base), None)
-        if base is None and message.base is not None:
-            raise ProtocolError(f"roster {message.base} is not known here")
-        old = base.members if base is not None else ()
-        members = [x for x in old if x.member not in message.removed] + list(message.added)
-        members.sort(key=lambda x: x.member != message.leader)
-        slots = dict(enumerate(base.slots)) if base is not None else {}
-        slots.update(message.slots)
-        return Roster(
-            id=message.id, members=tuple(members), slots=tuple(slots[s] for s in sorted(slots))
-        )
+        return compose(message, self._rosters)
 
     def _adopt(self, message: m.Propose, roster: Roster) -> list[Action | StepDown]:
         assert message.restart is not None
@@ -566,43 +557,14 @@ class Guardian:
             return []
         return self._tell(m.RegroupFailed(epoch=event.epoch, reason=event.reason))
 
-    def _is_slot(self, slot: Slot) -> bool:
-        return 0 <= slot < self._settings.grid.world_size
-
     def _offered(self, event: e.Offered) -> list[Action | StepDown]:
-        if event.epoch != self.promised:
-            refusal = f"epoch {event.epoch}, now is {self.promised}"
-            return [e.AnswerOffer(buffer=None, refusal=refusal)]
-        if not self._is_slot(event.slot):
-            return [e.AnswerOffer(buffer=None, refusal=f"there is no slot {event.slot}")]
-        ledger = self.shelf[event.slot]
-        offer = Kept(iteration=event.iteration, num_bytes=event.num_bytes, checksum=event.checksum)
-        buffer = ledger.find(event.iteration)
-        if buffer is not None and ledger.kept(buffer) == offer:
-            return [e.AnswerOffer(buffer=None, refusal="")]
-        return [e.AnswerOffer(buffer=ledger.open(event.iteration), refusal="")]
+        return [self.shelf.answer_offer(event, self.promised)]
 
     def _received(self, event: e.Received) -> list[Action | StepDown]:
-        if event.checksum != event.announced:
-            refusal = f"checksum {event.checksum:#x}, announced {event.announced:#x}"
-            return [e.AnswerOffer(buffer=None, refusal=refusal)]
-        if event.epoch != self.promised:
-            refusal = f"epoch {event.epoch} has passed"
-            return [e.AnswerOffer(buffer=None, refusal=refusal)]
-        kept = Kept(iteration=event.iteration, num_bytes=event.num_bytes, checksum=event.checksum)
-        self.shelf[event.slot].seal(event.buffer, kept)
-        return [e.AnswerOffer(buffer=None, refusal="")]
+        return [self.shelf.seal(event, self.promised)]
 
     def _asked(self, event: e.Asked) -> list[Action | StepDown]:
-        is_slot = self._is_slot(event.slot)
-        buffer = self.shelf[event.slot].find(event.iteration) if is_slot else None
-        if event.epoch != self.promised or buffer is None:
-            refusal = (
-                f"no replica of slot {event.slot} at iteration {event.iteration} here in epoch "
-                f"{self.promised}, asked in epoch {event.epoch}"
-            )
-            return [e.AnswerPull(buffer=None, refusal=refusal)]
-        return [e.AnswerPull(buffer=buffer, refusal="")]
+        return [self.shelf.answer_pull(event, self.promised)]
 
 
 _TABLE: dict[type, Callable[[Guardian, Any], list[Action | StepDown]]] = {

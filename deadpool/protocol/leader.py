@@ -11,6 +11,7 @@ from typing import Any
 
 from deadpool.protocol import messages as m
 from deadpool.protocol.ballot import Ballot
+from deadpool.protocol.commits import Commits
 from deadpool.protocol.events import (
     Action,
     EnterPhase,
@@ -23,6 +24,7 @@ from deadpool.protocol.events import (
     ToFollowers,
 )
 from deadpool.protocol.placement import Grid, assign_slots, choose_restore_point
+from deadpool.protocol.rosters import difference, in_order, whole
 from deadpool.protocol.types import (
     EXIT_DEADLINE,
     EXIT_FAILED,
@@ -42,7 +44,6 @@ from deadpool.protocol.types import (
     Roster,
     RosterId,
     Slot,
-    succession,
 )
 
 MAX_FAILED_REGROUPS = 5
@@ -120,8 +121,7 @@ class Leader:
         self._ready: set[MemberId] = set()
         self._finished: set[MemberId] = set()
         self._stepped: set[MemberId] = set()
-        self._staged: dict[MemberId, Iteration] = {}
-        self._num_staged: dict[Iteration, int] = {}
+        self._commits = Commits(settings.grid.world_size)
         self._num_failed_regroups = 0
         self._drains = False
         self._noted: set[MemberId] = set()
@@ -535,7 +535,7 @@ class Leader:
         base = self._roster
         roster = Roster(
             id=RosterId(self.epoch, 0),
-            members=self._in_order(),
+            members=in_order(self._me, self._roster, self.members),
             slots=slots,
         )
         replaced = tuple(Slot(s) for s, member in enumerate(slots) if not acks[member].has_state)
@@ -554,8 +554,7 @@ class Leader:
         self._accepts = Ballot([*self.rosters.values(), roster])
         self._roster = roster
         self._slot_of = {member: Slot(s) for s, member in enumerate(slots)}
-        self._staged.clear()
-        self._num_staged.clear()
+        self._commits = Commits(self._grid.world_size)
         spares = (
             {self.members[slots[slot]].node for slot in replaced} if restore is not None else ()
         )
@@ -563,14 +562,6 @@ class Leader:
             self._enter(Phase.REGROUPING, spares_used=tuple(sorted(spares)), restore=restore),
             *self._propose(roster, base, restart),
         ]
-
-    def _in_order(self) -> tuple[Member, ...]:
-        """As whoever knows the newest roster composes it from the differences."""
-        known = self._roster.members if self._roster is not None else ()
-        stay = [x for x in known if x.member in self.members]
-        come = self.members.keys() - {x.member for x in known}
-        comers = [x for x in self.members.values() if x.member in come]
-        return succession(self._me, [*stay, *comers])
 
     def _nothing_to_restore(self) -> list[Action | StepDown]:
         if self.committed is None and any(ack.slot is not None for ack in self._aborted.values()):
@@ -586,38 +577,18 @@ class Leader:
         self, roster: Roster, base: Roster | None, restart: Restart | None
     ) -> list[Action | StepDown]:
         """Differences to those who know the base, everything to the others."""
-        whole = m.Propose(
-            id=roster.id,
-            leader=self._me.member,
-            base=None,
-            added=roster.members,
-            removed=(),
-            slots=tuple((Slot(s), member) for s, member in enumerate(roster.slots)),
-            restart=restart,
-        )
-        if base is None:
-            everybody = tuple(x.member for x in roster.members)
-            return [ToFollowers(members=everybody, message=whole)]
-        old = {x.member for x in base.members}
-        new = {x.member for x in roster.members}
-        difference = dataclasses.replace(
-            whole,
-            base=base.id,
-            added=tuple(x for x in roster.members if x.member not in old),
-            removed=tuple(x.member for x in base.members if x.member not in new),
-            slots=tuple(
-                (Slot(s), member)
-                for s, member in enumerate(roster.slots)
-                if base.slots[s] != member
-            ),
-        )
-        knows = self._knowing(base)
-        self._unaware, self._knows = False, {x.member for x in roster.members}
-        groups = [
-            (difference, tuple(x.member for x in roster.members if x.member in knows)),
-            (whole, tuple(x.member for x in roster.members if x.member not in knows)),
-        ]
-        return [ToFollowers(members=who, message=message) for message, who in groups if who]
+        everybody = tuple(x.member for x in roster.members)
+        knows = self._knowing(base) if base is not None else set()
+        self._unaware, self._knows = False, set(everybody)
+        aware = tuple(x for x in everybody if x in knows)
+        others = tuple(x for x in everybody if x not in knows)
+        actions: list[Action | StepDown] = []
+        if base is not None and aware:
+            message = difference(roster, base, restart)
+            actions.append(ToFollowers(members=aware, message=message))
+        if others:
+            actions.append(ToFollowers(members=others, message=whole(roster, restart)))
+        return actions
 
     def _knowing(self, base: Roster) -> set[MemberId]:
         if self.phase is Phase.REGROUPING:
@@ -680,7 +651,7 @@ class Leader:
             return []
         self._roster = Roster(
             id=RosterId(self.epoch, base.id.version + 1),
-            members=self._in_order(),
+            members=in_order(self._me, self._roster, self.members),
             slots=base.slots,
         )
         self._accepts = Ballot([*self.rosters.values(), self._roster])
@@ -703,20 +674,13 @@ class Leader:
     # Training
 
     def _take_staged(self, sender: MemberId, message: m.Staged) -> list[Action | StepDown]:
-        """A slot stages iterations in order, so each is complete when all have named it."""
-        iteration = message.iteration
         if message.epoch != self.epoch or sender not in self._slot_of:
             return []
-        if iteration <= self._staged.get(sender, -1):
+        if not self._commits.stage(sender, message.iteration):
             return []
-        self._staged[sender] = iteration
-        count = self._num_staged[iteration] = self._num_staged.get(iteration, 0) + 1
-        if count < self._grid.world_size:
-            return []
-        del self._num_staged[iteration]
-        self.committed = iteration
+        self.committed = message.iteration
         assert self._roster is not None
-        committed = m.Committed(epoch=self.epoch, iteration=iteration)
+        committed = m.Committed(epoch=self.epoch, iteration=message.iteration)
         return [ToFollowers(members=self._roster.slots, message=committed)]
 
     def _take_first_step(self, sender: MemberId, message: m.FirstStep) -> list[Action | StepDown]:

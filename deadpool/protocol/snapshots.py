@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from deadpool.protocol.types import Iteration, Slot
+from deadpool.protocol.events import AnswerOffer, AnswerPull, Asked, Offered, Received
+from deadpool.protocol.types import Epoch, Iteration, Slot
 
 NUM_BUFFERS = 2
 
@@ -65,9 +66,14 @@ class BufferLedger:
 
 
 class ShelfLedger:
-    """The replicas that one guardian keeps for other slots."""
+    """The replicas that one guardian keeps for other slots, and what it answers about them.
 
-    def __init__(self) -> None:
+    world_size: of slots, so that no peer can make it keep others. Offers and pulls of another
+    epoch than the guardian has entered are refused.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
         self._slots: dict[Slot, BufferLedger] = {}
 
     def __getitem__(self, slot: Slot) -> BufferLedger:
@@ -83,3 +89,43 @@ class ShelfLedger:
     def forget_after(self, iteration: Iteration) -> None:
         for ledger in self._slots.values():
             ledger.forget_after(iteration)
+
+    def answer_offer(self, offer: Offered, epoch: Epoch) -> AnswerOffer:
+        if offer.epoch != epoch:
+            return AnswerOffer(buffer=None, refusal=f"epoch {offer.epoch}, now is {epoch}")
+        if not 0 <= offer.slot < self._world_size:
+            return AnswerOffer(buffer=None, refusal=f"there is no slot {offer.slot}")
+        ledger = self[offer.slot]
+        offered = Kept(
+            iteration=offer.iteration, num_bytes=offer.num_bytes, checksum=offer.checksum
+        )
+        buffer = ledger.find(offer.iteration)
+        if buffer is not None and ledger.kept(buffer) == offered:
+            return AnswerOffer(buffer=None, refusal="")
+        return AnswerOffer(buffer=ledger.open(offer.iteration), refusal="")
+
+    def seal(self, received: Received, epoch: Epoch) -> AnswerOffer:
+        """The bytes of an offer have come: keep them if they are whole and of this epoch."""
+        if received.checksum != received.announced:
+            refusal = f"checksum {received.checksum:#x}, announced {received.announced:#x}"
+            return AnswerOffer(buffer=None, refusal=refusal)
+        if received.epoch != epoch:
+            return AnswerOffer(buffer=None, refusal=f"epoch {received.epoch} has passed")
+        kept = Kept(
+            iteration=received.iteration,
+            num_bytes=received.num_bytes,
+            checksum=received.checksum,
+        )
+        self[received.slot].seal(received.buffer, kept)
+        return AnswerOffer(buffer=None, refusal="")
+
+    def answer_pull(self, asked: Asked, epoch: Epoch) -> AnswerPull:
+        is_slot = 0 <= asked.slot < self._world_size
+        buffer = self[asked.slot].find(asked.iteration) if is_slot else None
+        if asked.epoch == epoch and buffer is not None:
+            return AnswerPull(buffer=buffer, refusal="")
+        refusal = (
+            f"no replica of slot {asked.slot} at iteration {asked.iteration} here in epoch "
+            f"{epoch}, asked in epoch {asked.epoch}"
+        )
+        return AnswerPull(buffer=None, refusal=refusal)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from deadpool.protocol.ballot import Ballot
+from deadpool.protocol.commits import Commits
 from deadpool.protocol.guardian import Guardian
 from deadpool.protocol.leader import Leader
 from deadpool.protocol.snapshots import BufferLedger, ShelfLedger
@@ -19,7 +20,7 @@ _SHARED = frozenset({"_settings", "_grid", "_me", "me", "_holders"})
 def copy_of(value: Any) -> Any:
     """Of a core or a part of it; what is frozen is shared."""
     if isinstance(value, ShelfLedger):
-        shelf = ShelfLedger()
+        shelf = ShelfLedger(value._world_size)
         shelf._slots = {slot: copy_of(ledger) for slot, ledger in value._slots.items()}
         return shelf
     twin = object.__new__(type(value))
@@ -33,7 +34,7 @@ def copy_of(value: Any) -> Any:
     return twin
 
 
-_PARTS = {Leader, BufferLedger, ShelfLedger, Ballot}
+_PARTS = {Leader, BufferLedger, ShelfLedger, Ballot, Commits}
 
 
 def key_of(value: Any) -> Hashable:
@@ -74,6 +75,7 @@ _KEYS: dict[type, Callable[[Any], Hashable]] = {
     list: _of_sequence,
     tuple: _of_sequence,
     Ballot: lambda value: (frozenset(r.id for r, _ in value._rosters), frozenset(value.voters)),
+    Commits: lambda value: (_of_dict(value._staged), _of_dict(value._counts)),
     BufferLedger: lambda value: _of_sequence(value._kept),
     ShelfLedger: lambda value: tuple(sorted((s, key_of(x)) for s, x in value._slots.items())),
 }
