@@ -159,11 +159,24 @@ class GuardianProcess:
             return exit_code_of(self._trainer_status or 0) or EXIT_NO_JOB
         assert isinstance(first, m.TrainerUp), first
         found = await self._find_job()
-        if found is None or self._exit.done():
-            return EXIT_NO_JOB if found is None else self._exit.result().exit_code
+        if self._exit.done():
+            return self._exit.result().exit_code
+        if found is None:
+            seconds = self._config.start_timeout_s
+            self._say(
+                f"no job was found within --deadpool-start-timeout {seconds:g} s: "
+                f"{self._environment.job_file} did not come; is the folder shared between the "
+                "nodes, and does task 0 run?"
+            )
+            return EXIT_NO_JOB
         self._token, contacts = found
         towards = contacts[0] if contacts else None
-        host = self._host = self._environment.host or choose_host(self._config.interface, towards)
+        try:
+            host = self._environment.host or choose_host(self._config.interface, towards)
+        except ValueError as error:
+            self._say(str(error))
+            return 2
+        self._host = host
         peers = self._peers = Peers(token=self._token, deliver=self._feed)
         shelf = ReplicaShelf()
         server = self._server = ReplicaServer(
@@ -202,10 +215,15 @@ class GuardianProcess:
             end = await self._exit
         finally:
             await peers.close()
-        if end.reason and (self._environment.local_rank == 0 or self._leads_from is not None):
-            print(f"deadpool: {end.reason}", file=sys.stderr, flush=True)
+        if end.reason:
+            self._say(end.reason)
         await self._stop_trainer(_LEAVE_TIMEOUT_S if end.exit_code == 0 else 1.0)
         return end.exit_code
+
+    def _say(self, words: str) -> None:
+        """To a person, once a node; or by whoever leads."""
+        if self._environment.local_rank == 0 or self._leads_from is not None:
+            print(f"deadpool: {words}", file=sys.stderr, flush=True)
 
     def _begin(self, me: Member) -> None:
         self._core = Guardian(self._settings, me)

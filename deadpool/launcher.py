@@ -26,6 +26,7 @@ from deadpool.config import (
     token_from_environ,
 )
 from deadpool.forkserver import ForkServer
+from deadpool.interfaces import choose_host
 from deadpool.process import set_process_name
 from deadpool.protocol.types import (
     EXIT_FENCED,
@@ -134,7 +135,8 @@ def run_launch(args: argparse.Namespace) -> int:
     try:
         config, _ = checked_job(args)
         token = token_from_environ()
-    except ConfigError as error:
+        host = choose_host(config.interface or _HOST, None)
+    except (ConfigError, ValueError) as error:
         print(f"deadpool: {error}", file=sys.stderr)
         return 2
     if config.log_dir is not None:
@@ -157,7 +159,7 @@ def run_launch(args: argparse.Namespace) -> int:
                 num_nodes=args.nodes,
                 ranks_per_node=args.ranks_per_node,
                 num_spare_nodes=args.spare_nodes,
-                host=_HOST if config.interface is None else None,
+                host=host,
             )
             for node in range(args.nodes)
             for local_rank in range(args.ranks_per_node)

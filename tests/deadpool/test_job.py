@@ -160,6 +160,7 @@ def test_twenty_swaps_leave_resources_flat(run_job):
         (launch(3, 1), inject((1, 3, "lunch")), ["no phase 'lunch'", "backward"]),
         (launch(3, 1), inject((7, 3, "forward")), ["kill-node=7", "0 to 2"]),
         (launch(3, 1), ["--deadpool-recovery-timout", "3"], ["--deadpool-recovery-timeout?"]),
+        (launch(3, 1), ["--deadpool-interface", "hsn7"], ["--deadpool-interface hsn7", "lo"]),
         (launch(3, 1), ["--global-batch-size", "7"], ["--global-batch-size"]),
         (launch(3, 1), ["--data-path", "/nowhere/at/all"], ["/nowhere/at/all"]),
     ],
