@@ -311,17 +311,21 @@ class GroupRegistry:
         thread.start()
         self._retired.append(thread)
 
-    def join_retired(self, timeout_s: float = 10.0) -> None:
-        """Wait until backends of earlier epochs are gone."""
+    def join_retired(self, timeout_s: float = 10.0) -> bool:
+        """Wait until backends of earlier epochs are gone. False: some are not."""
+        deadline = time.monotonic() + timeout_s
         for thread in self._retired:
-            thread.join(timeout_s)
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._retired)
 
     def shutdown(self) -> None:
-        """Release everything at the end of the job."""
+        """Release everything at the end of the job. Where a backend of an earlier epoch still
+        waits out its timeout, the end of this process releases it sooner."""
         self._is_shut_down.set()
         for thread in self._releasers:
             thread.join(10.0)
-        self.join_retired()
+        if not self.join_retired(1.0):
+            return
         self.records.clear()
         self._store = self._device = None
         if dist.is_initialized():

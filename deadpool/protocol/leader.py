@@ -401,8 +401,9 @@ class Leader:
         self.phase, self._entered = phase, self._now
         return EnterPhase(epoch=self.epoch, phase=phase, nodes_lost=tuple(self.nodes_lost), **more)
 
-    def _announce(self) -> list[Action | StepDown]:
-        """A new epoch: everybody stands still and says what it holds."""
+    def _announce(self, likely: Sequence[MemberId] = ()) -> list[Action | StepDown]:
+        """A new epoch: everybody stands still and says what it holds. likely: who will have the
+        slots, where that is known better than by the newest roster."""
         self.epoch = Epoch(self.epoch + 1)
         self._aborted.clear()
         self._ready.clear()
@@ -410,7 +411,8 @@ class Leader:
         self._stepped.clear()
         self._accepts = None
         self._promises = Ballot(self.rosters.values())
-        slots = self._roster.slots if self._roster is not None else self._assign() or ()
+        known = self._roster.slots if self._roster is not None else self._assign() or ()
+        slots = likely or known
         there = self.members.keys() - self._cut_off
         self._store = next((x for x in slots if x in there), self._me.member)
         for member in self.members:
@@ -522,7 +524,7 @@ class Leader:
                 EXIT_SPARES_EXHAUSTED,
             )
         if self._store not in slots:
-            return self._announce()  # Nodes came that go first; now the choice knows them.
+            return self._announce(likely=slots)  # Nodes came that go first.
         restore: Iteration | None = None
         sources: dict[Slot, MemberId] = {}
         if self.rosters:
