@@ -13,6 +13,7 @@ import ctypes
 import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
