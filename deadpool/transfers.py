@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from deadpool import messages as m
 from deadpool.arena import Arena, Replica
@@ -19,7 +19,34 @@ from deadpool.wire import WireError
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+
 _RETRY_S = 0.1
+
+
+class _Lane:
+    """The transfers of one epoch. `asyncio.wait_for` can swallow a cancellation (Python before
+    3.12), so a task also asks whether its lane is open before it goes on."""
+
+    def __init__(self) -> None:
+        self._is_open = True
+        self.tasks: list[asyncio.Task[Any]] = []
+        self.channel: Channel | None = None
+        """To the holder."""
+
+    def is_open(self) -> bool:
+        return self._is_open
+
+    def hang_up(self) -> None:
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
+
+    def close(self) -> None:
+        self._is_open = False
+        for task in self.tasks:
+            task.cancel()
+        self.hang_up()
 
 
 class Transfers:
@@ -46,24 +73,20 @@ class Transfers:
         self._start = start
         self._epoch = Epoch(0)
         self._slot: Slot | None = None
+        self._lane = _Lane()
         self._incoming: asyncio.Task[tuple[Replica, float]] | None = None
         self._putting: asyncio.Task[None] | None = None
-        self._delivering: asyncio.Task[None] | None = None
-        self._channel: Channel | None = None
-        """To the holder, for this epoch."""
 
     def cancel(self) -> None:
         """The epoch has ended."""
-        for task in (self._putting, self._incoming, self._delivering):
-            if task is not None:
-                task.cancel()
-        self._putting = self._incoming = self._delivering = None
-        self._hang_up()
+        self._lane.close()
+        self._lane = _Lane()
+        self._putting = self._incoming = None
 
-    def _hang_up(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+    def _begin(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        task = self._start(coroutine)
+        self._lane.tasks = [t for t in self._lane.tasks if not t.done()] + [task]
+        return task
 
     # A replaced slot's snapshot
 
@@ -75,16 +98,16 @@ class Transfers:
             return
         self._arena.invalidate_after(restore)
         if action.source is not None:
-            self._incoming = self._start(
-                self._fetch(self._epoch, action.slot, restore, action.source)
+            self._incoming = self._begin(
+                self._fetch(self._lane, self._epoch, action.slot, restore, action.source)
             )
 
     async def _fetch(
-        self, epoch: Epoch, slot: Slot, iteration: Iteration, source: Member
+        self, lane: _Lane, epoch: Epoch, slot: Slot, iteration: Iteration, source: Member
     ) -> tuple[Replica, float]:
         """Tried again until it comes or the epoch ends: the source's loss ends the epoch."""
         started = time.monotonic()
-        while True:
+        while lane.is_open():
             try:
                 replica = await pull_replica(
                     source, token=self.token, slot=slot, epoch=epoch, iteration=iteration
@@ -96,17 +119,20 @@ class Transfers:
             except ReplicaRefused as error:
                 self._feed(e.FetchFailed(epoch=epoch, reason=str(error)))
                 await asyncio.Event().wait()  # The leader ends the epoch, which cancels this.
+        raise asyncio.CancelledError
 
     def deliver(self, wanted: m.SnapshotWanted) -> None:
         """The trainer's arena has its size: put the fetched snapshot there and say so."""
         if wanted.epoch == self._epoch:
-            self._delivering = self._start(self._deliver(wanted))
+            self._begin(self._deliver(self._lane, wanted))
 
-    async def _deliver(self, wanted: m.SnapshotWanted) -> None:
+    async def _deliver(self, lane: _Lane, wanted: m.SnapshotWanted) -> None:
         buffer, num_bytes, seconds = self._arena.find(wanted.iteration), 0, 0.0
         if buffer is None:
             assert self._incoming is not None and self._slot is not None
             replica, seconds = await self._incoming
+            if not lane.is_open():
+                return
             num_bytes = replica.num_bytes
             if num_bytes != self._arena.payload_bytes:
                 reason = (
@@ -132,34 +158,35 @@ class Transfers:
 
     def put(self, action: e.Put) -> None:
         """After earlier ones of the epoch."""
-        self._putting = self._start(self._put(action, self._putting))
+        self._putting = self._begin(self._put(self._lane, action, self._putting))
 
-    async def _put(self, action: e.Put, previous: asyncio.Task[None] | None) -> None:
+    async def _put(self, lane: _Lane, action: e.Put, previous: asyncio.Task[None] | None) -> None:
         if previous is not None and not previous.done():
             await asyncio.wait([previous])
 
         async def halfway() -> None:
             self._injector.fire(action.iteration, InjectionPhase.REPLICATE)
 
+        if not lane.is_open():
+            return
         buffer = self._arena.find(action.iteration)
         assert buffer is not None, (
             f"iteration {action.iteration} was written over before its commit"
         )
-        while True:
+        while lane.is_open():
             try:
-                if self._channel is None:
-                    self._channel = await Channel.connect(action.holder, token=self.token)
+                if lane.channel is None:
+                    lane.channel = await Channel.connect(action.holder, token=self.token)
                 await put_replica(
-                    self._channel,
+                    lane.channel,
                     slot=action.slot,
                     epoch=action.epoch,
                     iteration=action.iteration,
                     payload=self._arena.payload(buffer),
                     halfway=halfway,
                 )
-                break
             except (WireError, ReplicaRefused) as error:
-                self._hang_up()
+                lane.hang_up()
                 logger.info(
                     "epoch %d slot %d iteration %d: replica not staged (%s); trying again",
                     action.epoch,
@@ -168,4 +195,8 @@ class Transfers:
                     error,
                 )
                 await asyncio.sleep(_RETRY_S)
-        self._feed(e.PutDone(epoch=action.epoch, iteration=action.iteration))
+                continue
+            if lane.is_open():
+                self._feed(e.PutDone(epoch=action.epoch, iteration=action.iteration))
+                return
+        lane.hang_up()  # Of a connection that was made while the lane was closed.
