@@ -293,10 +293,7 @@ class Guardian:
             if self._age > bounds.silence:
                 return self._seek(is_silent=True)
             actions = [e.ToLeader(leader=self.upstream, message=m.Heartbeat())]
-            if self._supporters and self._age <= 1 and self.leader is None:
-                # Its leader is there: they have lost their connection, not the leader.
-                leads = m.NotLeader(leader=self.upstream)
-                actions.append(e.ToFollowers(members=tuple(self._supporters), message=leads))
+            actions += self._send_back()
         elif self.standing is Standing.JOINING and self._waited > bounds.start:
             return self._give_up(EXIT_NO_JOB, "no job was found to join in time")
         elif self.standing is Standing.SEEKING:
@@ -314,6 +311,15 @@ class Guardian:
         if self.leader is not None:
             actions = [*actions, *self.leader.tick()]
         return actions
+
+    def _send_back(self) -> list[Action | StepDown]:
+        """The leader is there, and not only because its loss is not noticed yet: whoever has
+        supported this guardian for a whole tick has lost a connection, not the leader."""
+        patient = STAY * self._settings.bounds.seek - 2
+        waiting = tuple(x for x in self._supporters if self._patience[x] <= patient)
+        if self.leader is not None or self.upstream is None or self._age > 1 or not waiting:
+            return []
+        return [e.ToFollowers(members=waiting, message=m.NotLeader(leader=self.upstream))]
 
     def _forget_supporters(self) -> None:
         for supporter in list(self._supporters):

@@ -26,6 +26,7 @@ REGRESSIONS = {
     61098: "a leader whose trainer was killed led empty epochs for ever",
     113461: "a rank beside a leader that had stepped down took its node for lost",
     115393: "a leader took resets for losses, and fenced nodes one by one up to half",
+    879949: "who had not noticed the leader's death yet sent its supporters back to it",
     883126: "a store was asked of a member that the coming plan had no place for, for ever",
     202727: "a leader that was stopped came back, lost two nodes, and ended without a spare",
 }
