@@ -12,6 +12,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.parallel_state import *  # noqa: F403
 
@@ -153,8 +154,10 @@ def reconstruct_groups(build_timeout_s: float) -> None:
 
 
 def destroy_groups() -> None:
-    """At the end of the job."""
-    _attached().registry.shutdown()
+    """At the end of the job, whose process ends next. gloo's backends are left to that: the
+    destructor of one whose peer has left first can wait for its timeout, a minute or ten."""
+    if dist.is_nccl_available() and torch.cuda.is_available():
+        _attached().registry.shutdown()
 
 
 def __getattr__(name: str) -> Any:

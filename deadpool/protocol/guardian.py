@@ -197,7 +197,15 @@ class Guardian:
                 self._settings, self.me, rosters=rosters, lost=lost, promised=promised
             )
         self._supporters = {}
-        return actions
+        strangers = tuple(x for x in supporters if x not in self.leader.members)
+        if not strangers:
+            return actions
+        fenced = m.Fenced(reason="its node, or its place in the roster, was lost")
+        return [
+            *actions,
+            e.ToFollowers(members=strangers, message=fenced),
+            e.HangUp(members=strangers),
+        ]
 
     def _step_down(self) -> list[e.Event]:
         """This leader reaches no majority: seek one that does."""

@@ -142,6 +142,9 @@ def test_guardian_killed_alone_costs_its_node(run_job, peace, victim):
     job = run_job(launch(3, 1), FLAGS, during=kill_guardian)
     job.check_clean()
     assert [(s["nodes_lost"], s["spares_used"]) for s in job.swaps] == [([victim], [2])]
+    # The other guardian of the node is told, and does not wait for a majority.
+    (trace,) = job.log_dir.glob(f"protocol-{victim}-1-*.jsonl")
+    assert '"exit_code":72' in trace.read_text().splitlines()[-1]
     assert job.losses == unfailed.losses
     assert job.parameters == unfailed.parameters
 
