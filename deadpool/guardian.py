@@ -146,9 +146,12 @@ class GuardianProcess:
             return await self._guard()
         finally:
             await self._stop_trainer(0.0)
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            if self._core is not None:
+                self._transfers.cancel()
+            while self._tasks:  # A cancellation can be swallowed: see `transfers._Lane`.
+                for task in self._tasks:
+                    task.cancel()
+                await asyncio.wait(self._tasks, timeout=0.1)
             self._trainer_writer.close()
 
     async def _guard(self) -> int:
