@@ -15,11 +15,8 @@ import struct
 
 import xxhash
 
+from deadpool.protocol.snapshots import NUM_BUFFERS
 from deadpool.protocol.types import Iteration, Slot
-
-NUM_BUFFERS = 2
-"""With commit-before-reuse two suffice; an exhaustive search of a small model found that two with
-local-only commit do not."""
 
 HEADER_BYTES = 4096
 """A page: payloads stay page-aligned, as pinning wants it."""

@@ -20,6 +20,7 @@ import torch
 
 from deadpool.arena import Arena
 from deadpool.optimizer import initialize_state, load_scalar_state, scalar_state, shard_tensors
+from deadpool.protocol.snapshots import NUM_BUFFERS, capture_buffer
 from deadpool.protocol.types import Iteration, Slot
 
 _ALIGNMENT = 64
@@ -93,9 +94,7 @@ class Snapshotter:
         self._entries, payload_bytes = lay_out({**self._live, **random_state})
         self._digest = _digest(self._entries)
         arena.resize(payload_bytes)
-        self._views = [self._map_buffer(buffer) for buffer in range(2)]
-        self._newest = 1
-        """The buffer with the newest snapshot; the next capture goes to the other."""
+        self._views = [self._map_buffer(buffer) for buffer in range(NUM_BUFFERS)]
         self._on_device = any(t.is_cuda for t in self._live.values())
         self._stream: Any = None
         self._copied: Any = None
@@ -124,7 +123,7 @@ class Snapshotter:
 
     def _pin(self) -> None:
         """Page-lock the arena for asynchronous copies (cudaHostRegister)."""
-        for buffer in range(2):
+        for buffer in range(NUM_BUFFERS):
             payload = torch.frombuffer(self._arena.payload(buffer), dtype=torch.uint8)
             error = torch.cuda.cudart().cudaHostRegister(payload.data_ptr(), payload.numel(), 0)
             if int(error) != 0:
@@ -140,9 +139,9 @@ class Snapshotter:
 
         Before anything overwrites them, `wait_copied` must have returned.
         """
-        self._newest = 1 - self._newest
-        self._arena.invalidate(self._newest)
-        views = self._views[self._newest]
+        buffer = capture_buffer(iteration)
+        self._arena.invalidate(buffer)
+        views = self._views[buffer]
         if not self._on_device:
             self._copy(iteration, views, non_blocking=False)
             return
@@ -165,7 +164,7 @@ class Snapshotter:
     def seal(self, iteration: Iteration, metadata: dict[str, Any]) -> None:
         """Add the random-number states and counters of the same iteration; the snapshot is then
         labelled, as soon as the tensors are copied."""
-        buffer = self._newest
+        buffer = capture_buffer(iteration)
         for name, value in self._collect_random().items():
             self._views[buffer][f"random/{name}"].copy_(value)
         self._write_metadata(buffer, {**metadata, "optimizer": scalar_state(self._optimizer)})
@@ -207,7 +206,6 @@ class Snapshotter:
 
         Raises SnapshotDamaged where the snapshot is of another layout.
         """
-        self._newest = buffer
         metadata = self._read_metadata(buffer)
         if metadata.pop("digest") != self._digest:
             raise SnapshotDamaged(

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deadpool.arena import HEADER_BYTES, NUM_BUFFERS, Arena, ReplicaShelf, checksum
+from deadpool.arena import HEADER_BYTES, Arena, ReplicaShelf, checksum
+from deadpool.protocol.snapshots import NUM_BUFFERS
 from deadpool.protocol.types import Iteration, Slot
 
 SLOT = Slot(2)

@@ -12,9 +12,10 @@ import pytest
 
 from deadpool import messages as m
 from deadpool import replication
-from deadpool.arena import NUM_BUFFERS, ReplicaShelf, checksum
+from deadpool.arena import ReplicaShelf, checksum
 from deadpool.messages import Answer, Offer
 from deadpool.protocol.events import AnswerOffer, AnswerPull, Asked, Offered, Received
+from deadpool.protocol.snapshots import NUM_BUFFERS
 from deadpool.protocol.types import Epoch, Iteration, Member, MemberId, Node, Slot
 from deadpool.replication import (
     Channel,
