@@ -8,7 +8,7 @@ writes and puts it back after, so that a crash in between leaves no half snapsho
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import mmap
 import os
 import struct
@@ -112,31 +112,63 @@ def _buffer_bytes(payload_bytes: int) -> int:
     return HEADER_BYTES + -(-payload_bytes // HEADER_BYTES) * HEADER_BYTES
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
 class Replica:
-    """Memory for one snapshot of another node's slot."""
+    """Memory for one snapshot of another node's slot: a memfd, which another process of this
+    machine can map by its descriptor.
 
-    memory: mmap.mmap
-    num_bytes: int
-    checksum: int | None = None
-    """XXH3 of the bytes; None while they come in."""
+    Made by `allocate`. Freed by `close`, or once nobody refers to it.
+    """
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        self.descriptor = descriptor
+        """Of `max(num_bytes, 1)` bytes; closed with the replica."""
+        self.num_bytes = num_bytes
+        self.checksum: int | None = None
+        """XXH3 of the bytes; None while they come in."""
+        self._map = mmap.mmap(descriptor, max(num_bytes, 1))
 
     @classmethod
     def allocate(cls, num_bytes: int) -> Replica:
         """Page-aligned; pages take room once they are written. Raises OSError for what cannot be
-        had."""
+        had now: writing to a memfd beyond the machine's memory would kill somebody."""
         if num_bytes < 0:
             raise OSError(f"{num_bytes} bytes")
+        available = available_bytes()
+        if num_bytes > available:
+            raise OSError(f"{num_bytes} bytes, {available} are available on this machine")
+        descriptor = os.memfd_create("deadpool-replica", os.MFD_CLOEXEC)
         try:
-            memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OverflowError as error:
-            raise OSError(f"{num_bytes} bytes: {error}") from error
-        return cls(memory=memory, num_bytes=num_bytes)
+            os.ftruncate(descriptor, max(num_bytes, 1))
+            return cls(descriptor, num_bytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
 
     @property
     def view(self) -> memoryview:
-        """[num_bytes] uint8, writable."""
-        return memoryview(self.memory)[: self.num_bytes]
+        """[num_bytes] uint8, writable. It stays what it is after `close`."""
+        return memoryview(self._map)[: self.num_bytes]
+
+    def close(self) -> None:
+        """Give the memory back, once the last view of it is gone. May be called again."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+            with contextlib.suppress(BufferError):  # Somebody sends it; the view's end frees it.
+                self._map.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_map"):
+            self.close()
+
+
+def available_bytes() -> int:
+    """Memory that processes may still take, as the kernel reckons. Raises OSError."""
+    with open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise OSError("/proc/meminfo has no MemAvailable")
 
 
 class ReplicaShelf:
@@ -151,9 +183,9 @@ class ReplicaShelf:
         where it is new or has another size. Raises OSError where there is no room for it."""
         replica = self._replicas.get((slot, buffer))
         if replica is None or replica.num_bytes != num_bytes:
-            # Freed first: two of a size that fits once would not fit.
-            replica = None
-            self._replicas.pop((slot, buffer), None)
+            if replica is not None:
+                # Freed first: two of a size that fits once would not fit.
+                self._replicas.pop((slot, buffer)).close()
             replica = self._replicas[slot, buffer] = Replica.allocate(num_bytes)
         replica.checksum = None
         return replica.view
@@ -166,12 +198,22 @@ class ReplicaShelf:
         """[num_bytes] uint8. Raises KeyError where nothing ever came in."""
         return self._replicas[slot, buffer].view
 
+    def descriptor(self, slot: Slot, buffer: int) -> int:
+        """Of the memory, for another process to map. It is closed when a replica of another size
+        takes the buffer. Raises KeyError where nothing ever came in."""
+        return self._replicas[slot, buffer].descriptor
+
     def checksum(self, slot: Slot, buffer: int) -> int:
         """XXH3 of the bytes as they came in. Raises KeyError where they have not, or not all."""
         checksum = self._replicas[slot, buffer].checksum
         if checksum is None:
             raise KeyError((slot, buffer))
         return checksum
+
+    def close(self) -> None:
+        """Give all memory back."""
+        while self._replicas:
+            self._replicas.popitem()[1].close()
 
     @property
     def num_bytes(self) -> int:

@@ -218,6 +218,7 @@ class GuardianProcess:
             end = await self._exit
         finally:
             await peers.close()
+            shelf.close()
         if end.reason:
             self._say(end.reason)
         await self._stop_trainer(_LEAVE_TIMEOUT_S if end.exit_code == 0 else 1.0)

@@ -366,18 +366,22 @@ async def pull_replica(
     is no memory for them here.
     """
     channel = await Channel.connect(member, token=token)
-    with contextlib.closing(channel):
+    with contextlib.ExitStack() as stack:
+        stack.callback(channel.close)
         answer = await channel.ask(Pull(slot=slot, epoch=epoch, iteration=iteration))
         try:
             replica = Replica.allocate(answer.num_bytes)
         except OSError as error:
             raise ReplicaRefused(f"no memory for the replica of slot {slot}: {error}") from error
+        stack.callback(replica.close)
         await channel.receive_bytes(replica.view)
-    found = await _checksum(replica.view)
-    if found != answer.checksum:
-        raise ReplicaRefused(
-            f"replica of slot {slot} at iteration {iteration} from node {member.node} is damaged: "
-            f"checksum {found:#x}, kept as {answer.checksum:#x}"
-        )
+        found = await _checksum(replica.view)
+        if found != answer.checksum:
+            raise ReplicaRefused(
+                f"replica of slot {slot} at iteration {iteration} from node {member.node} is "
+                f"damaged: checksum {found:#x}, kept as {answer.checksum:#x}"
+            )
+        stack.pop_all()
+    channel.close()
     replica.checksum = found
     return replica

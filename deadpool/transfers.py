@@ -143,6 +143,7 @@ class Transfers:
                 return
             buffer = capture_buffer(wanted.iteration)
             self._arena.payload(buffer)[:] = replica.view
+            replica.close()
             self._arena.label(buffer, self._slot, wanted.iteration)
         self._tell_trainer(
             m.SnapshotHere(

@@ -103,15 +103,6 @@ def machine_line(facts: dict[str, Any]) -> str:
     )
 
 
-def available_bytes() -> int:
-    """Memory that processes may still take, as the kernel reckons."""
-    with open("/proc/meminfo") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise OSError("/proc/meminfo has no MemAvailable")
-
-
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns as wide as they must be; the first to the left, others to the right."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]

@@ -28,13 +28,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from deadpool import replication
-from deadpool.arena import ReplicaShelf
+from deadpool.arena import ReplicaShelf, available_bytes
 from deadpool.process import die_with_parent
 from deadpool.protocol.events import AnswerOffer, AnswerPull
 from deadpool.protocol.types import Epoch, Iteration, Member, MemberId, Node, Slot
 from deadpool.replication import Channel, ReplicaServer, put_replica
 from tools.bench_measure import (
-    available_bytes,
     format_size,
     machine,
     machine_line,

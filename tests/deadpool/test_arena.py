@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deadpool.arena import HEADER_BYTES, Arena, ReplicaShelf, checksum
+from deadpool.arena import HEADER_BYTES, Arena, Replica, ReplicaShelf, checksum
 from deadpool.protocol.snapshots import NUM_BUFFERS
 from deadpool.protocol.types import Iteration, Slot
 
@@ -149,6 +151,51 @@ def test_shelf_checksum_is_known_from_seal_until_the_memory_is_asked_for_again()
     shelf.memory(SLOT, 0, 100)
     with pytest.raises(KeyError):
         shelf.checksum(SLOT, 0)
+
+
+def test_shelf_memory_is_mapped_by_another_process_of_the_machine() -> None:
+    shelf = ReplicaShelf()
+    shelf.memory(SLOT, 0, 5000)[:] = b"a" * 5000
+    descriptor = shelf.descriptor(SLOT, 0)
+    child = os.fork()
+    if child == 0:
+        theirs = mmap.mmap(descriptor, 5000)
+        right = theirs[:] == b"a" * 5000
+        theirs[4999:] = b"z"
+        os._exit(0 if right else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert bytes(shelf.view(SLOT, 0)) == b"a" * 4999 + b"z"
+    assert shelf.memory(SLOT, 0, 5000) is not None
+    assert shelf.descriptor(SLOT, 0) == descriptor  # The same memory, as often as it is filled.
+
+
+def test_replica_closed_or_dropped_gives_descriptor_and_memory_back() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    replica = Replica.allocate(1 << 20)
+    view = replica.view
+    replica.close()
+    replica.close()
+    view[0] = 1  # Somebody still sends it.
+    del view, replica
+    dropped: Replica | None = Replica.allocate(5)
+    assert len(os.listdir("/proc/self/fd")) > before
+    del dropped
+    shelf = ReplicaShelf()
+    for size in (10, 20, 30):
+        shelf.memory(SLOT, 0, size)
+    shelf.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_replica_takes_room_once_it_is_written() -> None:
+    replica = Replica.allocate(8 << 20)
+    replica.view[0] = 1
+    assert os.fstat(replica.descriptor).st_blocks * 512 < 1 << 20 or _has_huge_pages()
+
+
+def _has_huge_pages() -> bool:
+    text = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
+    return "[never]" not in text
 
 
 @pytest.mark.parametrize("num_bytes", [-1, 1 << 62, 1 << 70])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
@@ -102,6 +103,8 @@ async def hosts(number: int = 1, handshake_timeout_s: float = 30.0) -> AsyncIter
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for host in running:
+            host.shelf.close()
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -113,6 +116,7 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
     before = len(os.listdir("/proc/self/fd"))
     asyncio.run(bounded())
+    gc.collect()  # Views of replicas in the tracebacks of cut connections.
     assert len(os.listdir("/proc/self/fd")) == before
 
 
