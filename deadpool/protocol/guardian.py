@@ -72,7 +72,8 @@ class Guardian:
         self._age = 0
         """Ticks since the leader was heard, or since support was given."""
         self._waited = 0
-        """Ticks of joining, of seeking, and of leading before a majority was heard."""
+        """Ticks of joining, of seeking, and of leading before a majority was heard, since this
+        guardian last had its place in an epoch."""
         self._lost: Member | None = None
         """The leader whose loss made it seek."""
         self._tried: set[MemberId] = set()
@@ -255,7 +256,8 @@ class Guardian:
     def _is_hopeless_without(self, node: Node) -> bool:
         """The others are no majority, and too few to hold all slots were they one: waiting for a
         majority would only delay the news."""
-        others = [x for x in self._rosters[-1].members if x.node != node]
+        known = {x.member: x for roster in self._rosters for x in roster.members}
+        others = [x for x in known.values() if x.node != node]
         ids = {x.member for x in others}
         if all(roster.is_quorum(ids) for roster in self._rosters):
             return False
@@ -290,11 +292,12 @@ class Guardian:
     def _tick(self, event: e.Tick) -> list[Action | StepDown]:
         bounds = self._settings.bounds
         self._age += 1
-        self._waited += 1
         self._forget_supporters()
         leads_nobody = self.leader and self.leader.phase in (Phase.ABORTING, Phase.ENDING)
-        if self.standing is Standing.FOLLOWING and not leads_nobody:
-            self._waited = 0
+        if self.standing is not Standing.FOLLOWING or leads_nobody:
+            self._waited += 1
+        elif not self._rosters or self._rosters[-1].id.epoch == self.promised:
+            self._waited = 0  # Not by an Abort alone: whoever sent it may reach no majority.
         actions: list[Action | StepDown] = []
         if self.standing is Standing.FOLLOWING:
             assert self.upstream is not None
@@ -342,6 +345,13 @@ class Guardian:
     # From the leader
 
     def _from_leader(self, event: e.FromLeader) -> list[Action | StepDown]:
+        match event.message:
+            case m.Abort(epoch=epoch) if (
+                self.standing is Standing.SEEKING and epoch > self.promised
+            ):
+                # Of somebody that was supported before, and has its majority by now.
+                known = (roster.find(event.sender) for roster in self._rosters)
+                self.upstream = next(filter(None, known), self.upstream)
         if self.upstream is None or event.sender != self.upstream.member:
             return []
         if self.standing is not Standing.SEEKING:

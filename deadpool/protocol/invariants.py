@@ -168,6 +168,15 @@ class History:
         known = self.rosters.get(roster.id)
         require(known == roster, f"2: roster {roster.id} was composed differently")
 
+    def planned(self, epoch: Epoch, promised_by: Set[MemberId]) -> None:
+        """A leader makes a plan. promised_by: members that have entered this epoch, or a later
+        one, and so take nothing of an earlier."""
+        if self.in_force is not None and self.in_force.epoch < epoch:
+            require(
+                self.rosters[self.in_force].is_quorum(promised_by),
+                f"4: epoch {epoch} is planned without promises of a quorum of {self.in_force}",
+            )
+
     def adopted(self, plan: Plan) -> None:
         """A member with a slot takes a plan."""
         if plan.epoch in self.plans:
@@ -196,20 +205,21 @@ class History:
             f"3: iterations {iteration + 1} to {self.highest} are run again",
         )
 
-    def installed(self, roster: RosterId) -> None:
-        """A leader says that a roster is in force."""
-        if self.in_force is None or roster > self.in_force:
-            self.in_force = roster
+    def installed(self, roster: RosterId, accepted_by: Set[MemberId]) -> None:
+        """A leader says that a roster is in force. accepted_by: members that keep it."""
+        if self.in_force is not None and roster <= self.in_force:
+            return
+        for name in {roster, self.in_force} - {None}:
+            assert name is not None
+            require(
+                self.rosters[name].is_quorum(accepted_by),
+                f"4: {roster} comes into force without a quorum of {name}",
+            )
+        self.in_force = roster
 
     def resumed(self, epoch: Epoch, accepted_by: Set[MemberId]) -> None:
         """A leader lets an epoch train. accepted_by: members that keep its roster."""
-        for name in {RosterId(epoch, 0), self.in_force} - {None}:
-            assert name is not None
-            roster = self.rosters[name]
-            require(
-                roster.is_quorum(accepted_by),
-                f"4: epoch {epoch} trains without a quorum of roster {roster.id}",
-            )
+        self.installed(RosterId(epoch, 0), accepted_by)
         require(
             all(later < epoch for later in self.restores),
             f"3: epoch {epoch} begins to train after {max(self.restores, default=None)}",
@@ -222,7 +232,6 @@ class History:
         newest = max(self.commits.values(), default=restore)
         require(restore >= newest, f"3: epoch {epoch} restarts from {restore} before {newest}")
         self.restores[epoch] = restore
-        self.installed(RosterId(epoch, 0))
 
     def committed(self, epoch: Epoch, iteration: Iteration) -> None:
         """A leader announces a commit."""

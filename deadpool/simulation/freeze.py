@@ -12,7 +12,7 @@ from deadpool.protocol.commits import Commits
 from deadpool.protocol.guardian import Guardian
 from deadpool.protocol.leader import Leader
 from deadpool.protocol.snapshots import BufferLedger, ShelfLedger
-from deadpool.protocol.types import Bounds, Member, Plan, Roster, Standing
+from deadpool.protocol.types import Bounds, Member, Plan, Roster
 
 _SHARED = frozenset({"_settings", "_grid", "_me", "me", "_holders"})
 
@@ -97,9 +97,7 @@ def key_of_core(core: Guardian) -> Hashable:
     """Of a guardian's core: clocks count from what they are compared with, and stand still where
     nothing is."""
     values = [key_of(value) for name, value in core.__dict__.items() if name not in _OF_CORE]
-    values += [core._age, frozenset((x, core._patience[x]) for x in core._supporters)]
-    if core.standing in (Standing.JOINING, Standing.SEEKING):
-        values.append(core._waited)
+    values += [core._age, core._waited, frozenset((x, core._patience[x]) for x in core._supporters)]
     if core.leader is not None:
         values += _keys_of_leader(core.leader, core._settings.bounds)
     return tuple(values)

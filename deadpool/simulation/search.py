@@ -3,6 +3,9 @@
 What makes it small, and why nothing is missed by it: clocks tick together and only when nothing
 else can happen, except `suspicions_left` times, when one clock alone runs past its patience;
 heartbeats have no other effect than to reset clocks, so they arrive with the tick that sent them.
+
+Larger worlds are searched with `at_once`: trainers and replicas then move as soon as they can, one
+after the other, and every order of the guardians' messages and faults around that is tried.
 """
 
 from __future__ import annotations
@@ -15,13 +18,19 @@ from typing import Any, NamedTuple
 
 from deadpool.protocol import messages as m
 from deadpool.protocol.invariants import Violated
+from deadpool.protocol.types import MemberId
 from deadpool.simulation.world import ENDED, World, epoch_of, keep_all, keep_none
 
 Move = tuple[Any, ...]
 
 
-def moves_of(world: World) -> Iterator[Move]:
+def moves_of(world: World, *, at_once: bool = False) -> Iterator[Move]:
     """Everything that can happen next."""
+    if at_once:
+        first = next(filter(None, (list(_moves_at(world, x)) for x in world.processes)), None)
+        if first is not None:
+            yield from first
+            return
     waits = True
     for move in _quiet_moves(world):
         waits = False
@@ -38,12 +47,17 @@ def _quiet_moves(world: World) -> Iterator[Move]:
         if c.down and c.dialler in world.processes:
             yield ("deliver down", number)
     for member, process in world.processes.items():
-        for move in world.trainer_moves(member):
-            yield ("trainer", member, move)
-        if process.puts and world.can_put(member):
-            yield ("put", member)
+        yield from _moves_at(world, member)
         if process.probes:
             yield ("probe", member)
+
+
+def _moves_at(world: World, member: MemberId) -> Iterator[Move]:
+    """Of a trainer, and of the replicas that it makes."""
+    for move in world.trainer_moves(member):
+        yield ("trainer", member, move)
+    if world.can_put(member):
+        yield ("put", member)
 
 
 def _faults(world: World) -> Iterator[Move]:
@@ -72,10 +86,9 @@ def _faults(world: World) -> Iterator[Move]:
             yield ("late", index)
     if world.late_left:
         for number, c in world.connections.items():
-            if c.up and c.up[0] is not ENDED and epoch_of(c.up[0]) > 0:
-                yield ("keep copy", number, True)
-            if c.down and c.down[0] is not ENDED and epoch_of(c.down[0]) > 0:
-                yield ("keep copy", number, False)
+            for is_up, queue in ((True, c.up), (False, c.down)):
+                if queue and epoch_of(queue[0]) > 0 and isinstance(queue[0], world.late_kinds):
+                    yield ("keep copy", number, is_up)
 
 
 def apply(world: World, move: Move) -> None:
@@ -159,6 +172,7 @@ def search(
     first: World,
     *,
     allowed: Callable[[Set[int]], bool] = lambda codes: True,
+    at_once: bool = False,
     most: int = 3_000_000,
     most_rounds: int = 200,
 ) -> Searched:
@@ -186,7 +200,7 @@ def search(
                 ends[tuple(sorted(codes))] += 1
                 end_states.append(number)
                 continue
-            for move in list(moves_of(world)):
+            for move in list(moves_of(world, at_once=at_once)):
                 following = world.copy()
                 try:
                     apply(following, move)

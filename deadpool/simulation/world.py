@@ -199,12 +199,16 @@ class World:
         self.losses_left = self.resets_left = self.suspicions_left = 0
         self.regroup_failures_left = self.copies_left = self.late_left = 0
         self.late: tuple[Late, ...] = ()
+        self.late_kinds: type | tuple[type, ...] = object
+        """Of which messages a copy may come late."""
         self.rounds = 0
         self._next_connection = 0
         self._next_member = 0
         self._keys: dict[MemberId, Hashable] = {}
         self._accepted: dict[RosterId, frozenset[MemberId]] = {}
         """Who has accepted each roster: counted here, whatever leaders count."""
+        self._promised: dict[MemberId, Epoch] = {}
+        """The newest epoch that each member has entered, the lost ones too."""
         self.trace: Callable[[str], None] | None = None
         ranks = grid.ranks_per_node
         for node in range(grid.num_nodes + num_spare_nodes):
@@ -224,6 +228,7 @@ class World:
         twin.inbound = self.inbound.copy()
         twin._keys = self._keys.copy()
         twin._accepted = self._accepted.copy()
+        twin._promised = self._promised.copy()
         return twin
 
     def key(self) -> Hashable:
@@ -236,7 +241,8 @@ class World:
                 (c.dialler, c.acceptor, c.known, _keys_of(c.up), _keys_of(c.down))
                 for _, c in sorted(self.connections.items())
             ),
-            self.history.key(), frozenset(self._accepted.items()), self.transfers,
+            self.history.key(), frozenset(self._accepted.items()),
+            frozenset(self._promised.items()), self.transfers,
             self.losses_left, self.resets_left, self.suspicions_left,
             self.regroup_failures_left, self.copies_left, self.late_left, key_of(self.late),
         )  # fmt: skip
@@ -331,7 +337,9 @@ class World:
         core = self._mine(member).core
         installed, accepted = core.installed, core.accepted[-1:]
         answers: list[e.Action] = []
-        for action in core.handle(event):
+        actions = core.handle(event)
+        self._promised[member] = core.promised
+        for action in actions:
             do = _ACTIONS.get(type(action))
             if do is None:
                 answers.append(action)
@@ -365,7 +373,7 @@ class World:
         elif kind is m.Committed:
             self._notice_commit(message)
         elif kind is m.Install:
-            self.history.installed(message.roster)
+            self.history.installed(message.roster, self._accepted.get(message.roster, frozenset()))
 
     def _notice_commit(self, message: Any) -> None:
         if message.iteration > self.history.commits.get(message.epoch, -1):
@@ -465,9 +473,27 @@ class World:
 
     def _enter_phase(self, member: MemberId, action: e.EnterPhase) -> None:
         self._say(f"{member} leads: epoch {action.epoch} {action.phase.value}")
+        if action.phase is Phase.REGROUPING:
+            promised_by = {x for x, epoch in self._promised.items() if epoch >= action.epoch}
+            self.history.planned(action.epoch, promised_by)
         if action.phase is Phase.TRAINING:
             accepted = self._accepted.get(RosterId(action.epoch, 0), frozenset())
             self.history.resumed(action.epoch, accepted)
+        leader = self.processes[member].core.leader
+        if leader is not None and leader.end is not None and leader.end.exit_code == 0:
+            self._check_complete(leader.end.epoch)
+
+    def _check_complete(self, ended: Epoch) -> None:
+        """Unless this leader is cut off, and training goes on elsewhere."""
+        trained = max(self.history.restores)
+        for p in self.processes.values():
+            require(
+                ended < trained
+                or p.epoch != trained
+                or p.state not in IN_LOOP
+                or p.completed == self.last,
+                f"5: the job completes and slot {p.slot} has done {p.completed} alone",
+            )
 
     def _nothing(self, member: MemberId, action: e.Action) -> None:
         pass
@@ -650,13 +676,14 @@ class World:
 
     def _enters(self, member: MemberId, p: Process) -> None:
         p.epoch, p.state = p.announced, WAITS_PLAN
-        event = e.TrainerAborted(epoch=p.epoch, store_port=1, own=p.own())
+        event = e.TrainerAborted(epoch=p.epoch, store_port=p.epoch, own=p.own())
         self.handle(member, event)
 
     def _takes_plan(self, member: MemberId, p: Process) -> None:
         """The guardian brings what is missing; then the trainer builds groups."""
         assert p.plan is not None
-        restore = p.plan.restart.restore
+        restore, port = p.plan.restart.restore, p.plan.restart.store_port
+        require(port == p.epoch, f"2: epoch {p.epoch} is to meet at the store of epoch {port}")
         p.state = PLANNED
         if restore is None or restore in p.own():
             return
