@@ -83,6 +83,10 @@ class Arena:
         magic, _, iteration = _HEADER.unpack_from(self._map, start)
         return Iteration(iteration) if magic == _MAGIC and iteration >= 0 else None
 
+    def held(self) -> list[Iteration | None]:
+        """What each buffer holds."""
+        return [self.iteration(buffer) for buffer in range(NUM_BUFFERS)]
+
     def find(self, iteration: Iteration) -> int | None:
         """The buffer that holds `iteration`."""
         if self._map is None:

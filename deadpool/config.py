@@ -54,6 +54,8 @@ class DeadpoolConfig:
     """Without a heartbeat for so long, a member is lost, or a leader."""
     minority_timeout_s: float
     """How long guardians that cannot reach a majority wait before they end."""
+    snapshot_interval: int | None
+    """Iterations between two snapshots; None: chosen as training goes."""
     interface: str | None
     """Name, address or prefix: where guardians and trainers listen. See `interfaces`."""
     trace: bool
@@ -172,6 +174,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             help=f"{meaning} (default: %(default)s)",
         )
     group.add_argument(
+        "--deadpool-snapshot-interval",
+        default="1",
+        metavar="N|auto",
+        help="take a snapshot every N iterations; auto: as often as its copy can be hidden "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
         "--deadpool-interface",
         metavar="NAME|ADDRESS|PREFIX",
         help="where guardians and trainers listen: hsn0, 10.4.0.7 or 10.4.0.0/16",
@@ -246,11 +255,22 @@ def config_from_args(args: argparse.Namespace) -> DeadpoolConfig:
     return DeadpoolConfig(
         log_dir=args.deadpool_log_dir,
         inject=inject,
+        snapshot_interval=_snapshot_interval(args.deadpool_snapshot_interval),
         interface=args.deadpool_interface,
         trace=args.deadpool_trace,
         spare_nodes=args.deadpool_spare_nodes,
         drains_on_sigterm=args.exit_signal_handler and args.exit_signal == signal.SIGTERM.name,
         **{f"{name.replace('-', '_')}_s": value for name, value in seconds.items()},
+    )
+
+
+def _snapshot_interval(given: str) -> int | None:
+    if given == "auto":
+        return None
+    if given.isdecimal() and int(given) > 0:
+        return int(given)
+    raise ConfigError(
+        f"--deadpool-snapshot-interval {given}: give a number of iterations from 1 on, or auto"
     )
 
 

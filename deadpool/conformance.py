@@ -116,10 +116,12 @@ def load(paths: Iterable[str | Path]) -> list[Trace]:
     return traces
 
 
-def check(traces: Sequence[Trace], *, tails_lost: bool = False) -> tuple[list[Violation], Summary]:
+def check(
+    traces: Sequence[Trace], *, tails_lost: bool = False, most_rerun: int = 1
+) -> tuple[list[Violation], Summary]:
     """Everything; what spans guardians only where every core repeats. tails_lost: traces without an
-    Exit may lack their last lines."""
-    job = _Job(traces, tails_lost)
+    Exit may lack their last lines. most_rerun: completed iterations that one loss may cost."""
+    job = _Job(traces, tails_lost, most_rerun)
     for trace in traces:
         _Replay(job, trace).run()
     if not job.violations:
@@ -130,8 +132,9 @@ def check(traces: Sequence[Trace], *, tails_lost: bool = False) -> tuple[list[Vi
 class _Job:
     """Facts of all traces, gathered while they are replayed."""
 
-    def __init__(self, traces: Sequence[Trace], tails_lost: bool) -> None:
+    def __init__(self, traces: Sequence[Trace], tails_lost: bool, most_rerun: int) -> None:
         self._tails_lost = tails_lost
+        self.most_rerun = most_rerun
         self.traces = {trace.me.member: trace for trace in traces}
         self.violations: list[Violation] = []
         self.num_messages = 0
@@ -307,7 +310,7 @@ class _Replay:
             case e.Captured():
                 newest = job.captured.get(event.epoch, event.iteration)
                 job.captured[event.epoch] = max(newest, event.iteration)
-            case e.TrainerSaid(message=m.Ready(iterations_rerun=count)) if count > 1:
+            case e.TrainerSaid(message=m.Ready(iterations_rerun=count)) if count > job.most_rerun:
                 job.broken(self._where, f"{count} iterations are run again")
 
     def _note_action(self, action: e.Action, event: e.Event) -> None:

@@ -24,6 +24,7 @@ from deadpool.arena import Arena, ReplicaShelf
 from deadpool.config import DeadpoolConfig, RankEnvironment, format_address
 from deadpool.injection import Injector
 from deadpool.interfaces import choose_host
+from deadpool.pace import SnapshotClock
 from deadpool.peers import Peers
 from deadpool.process import describe_exit, die_with_parent, exit_code_of, set_process_name
 from deadpool.protocol import events as e
@@ -130,6 +131,7 @@ class GuardianProcess:
         """None until the trainer is up."""
         self._trace: TraceWriter | None = None
         self._report = SwapReporter(config.log_dir, bool(config.inject), grid.world_size)
+        self._clock = SnapshotClock()
         self._leads_from: MemberId | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -256,6 +258,7 @@ class GuardianProcess:
         if core is None or self._exit.done():
             return None
         self._report.see(event)
+        self._clock.see(event, time.monotonic())
         answer = None
         try:
             actions = core.handle(event)
@@ -312,7 +315,7 @@ class GuardianProcess:
             case e.ResumeTrainer():
                 self._tell_trainer(m.Resume(epoch=action.epoch))
             case e.TellCommitted():
-                self._tell_trainer(m.Committed(epoch=action.epoch, iteration=action.iteration))
+                self._tell_committed(action)
             case e.Put():
                 self._transfers.put(action)
             case e.DrainTrainer():
@@ -330,6 +333,17 @@ class GuardianProcess:
                 self._leave(action)
             case _:
                 raise AssertionError(f"{type(action).__name__} is not carried out here")
+
+    def _tell_committed(self, action: e.TellCommitted) -> None:
+        replicate_s, commit_s = self._clock.committed(action.iteration, time.monotonic())
+        self._tell_trainer(
+            m.SnapshotCommitted(
+                epoch=action.epoch,
+                iteration=action.iteration,
+                replicate_s=replicate_s,
+                commit_s=commit_s,
+            )
+        )
 
     def _leave(self, action: e.Exit) -> None:
         if self._trace is not None:

@@ -55,6 +55,8 @@ class GuardianLink:
         self._plan: m.PlanForSlot | None = None
         self._resumed = Epoch(0)
         self._committed: tuple[Epoch, Iteration] = (Epoch(0), Iteration(-1))
+        self._commits: list[m.SnapshotCommitted] = []
+        """Not taken yet."""
         self._snapshot: m.SnapshotHere | None = None
         self._end: m.TrainerEnd | None = None
         self._closing = False
@@ -100,8 +102,9 @@ class GuardianLink:
                 self._plan = message
             case m.Resume():
                 self._resumed = message.epoch
-            case m.Committed():
+            case m.SnapshotCommitted():
                 self._committed = (message.epoch, message.iteration)
+                self._commits.append(message)
             case m.SnapshotHere():
                 self._snapshot = message
             case m.TrainerEnd():
@@ -173,6 +176,12 @@ class GuardianLink:
             return True if epoch == self.epoch and committed >= iteration else None
 
         self._wait(look, timeout_s)
+
+    def take_commits(self) -> list[m.SnapshotCommitted]:
+        """Those that came since the last call."""
+        with self._changed:
+            taken, self._commits = self._commits, []
+        return taken
 
     def wait_snapshot(self, iteration: Iteration) -> m.SnapshotHere:
         """Until the guardian has brought the snapshot. The leader bounds this wait."""

@@ -110,7 +110,7 @@ class TrainerAborted:
     store_port: int
 
 
-# Guardian to trainer, besides Resume and Committed
+# Guardian to trainer, besides Resume
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +139,17 @@ class SnapshotHere:
     buffer: int
     num_bytes: int
     seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotCommitted:
+    """`iteration` is staged on every slot. The seconds are this slot's; zero where its snapshot
+    was not captured in this epoch."""
+
+    epoch: Epoch
+    iteration: Iteration
+    replicate_s: float
+    commit_s: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +197,7 @@ class Answer:
 Message = (
     Hello | Upstream | Downstream
     | TrainerUp | ArenaLayout | SnapshotWanted | Captured | TrainerAborted
-    | EnterEpoch | PlanForSlot | SnapshotHere | TrainerEnd
+    | EnterEpoch | PlanForSlot | SnapshotHere | SnapshotCommitted | TrainerEnd
     | Offer | Pull | Answer
 )  # fmt: skip
 
@@ -197,7 +208,7 @@ TYPES: tuple[type, ...] = (
     Welcome, NotLeader, Abort, RosterWanted, Propose, Resume, Install, Committed, Drain, Ended,
     Leave, Fenced,
     TrainerUp, ArenaLayout, SnapshotWanted, Captured, TrainerAborted,
-    EnterEpoch, PlanForSlot, SnapshotHere, TrainerEnd,
+    EnterEpoch, PlanForSlot, SnapshotHere, SnapshotCommitted, TrainerEnd,
     Offer, Pull, Answer,
 )  # fmt: skip
 """Indexed by the type byte."""

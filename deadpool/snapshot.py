@@ -7,12 +7,15 @@ parameters (`deadpool.optimizer.rebuild_parameters`).
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import hashlib
 import json
 import math
+import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +27,9 @@ from deadpool.protocol.snapshots import NUM_BUFFERS, capture_buffer
 from deadpool.protocol.types import Iteration, Slot
 
 _ALIGNMENT = 64
+_PIECE_BYTES = 4 << 20
+_CAPTURE_NICENESS = 10
+_COPY_TIMEOUT_S = 120.0
 _METADATA_BYTES = 1 << 18
 """Room for the JSON part; its first 8 bytes are its length."""
 
@@ -57,12 +63,36 @@ class SnapshotDamaged(Exception):
     """A snapshot does not belong to the model that was built here."""
 
 
-class Snapshotter:
-    """The trainer's side of one slot's arena. Main thread, except `_seal_when_copied`.
+class _Capture:
+    """One snapshot on its way into the arena."""
 
-    collect_random, restore_random: the driver's random-number states, a flat dict of CPU tensors
-    of fixed shapes. on_captured(iteration, buffer): the buffer is whole. on_halfway(iteration):
-    half of the tensors are copied (fault injection).
+    def __init__(self, iteration: Iteration, buffer: int) -> None:
+        self.iteration = iteration
+        self.buffer = buffer
+        self.started = time.monotonic()
+        self.on_device: Any = None
+        """The event behind the copies, on a device's side stream."""
+        self.is_copied = threading.Event()
+        """The live tensors are no longer read."""
+        self.is_decided = threading.Event()
+        """Sealed, or never to be: its iteration has failed."""
+        self.is_sealed = False
+        """The rest of the snapshot lies beside the tensors."""
+        self.is_over = threading.Event()
+        """Labelled, or given up."""
+        self.seconds = 0.0
+        self.error: BaseException | None = None
+
+
+class Snapshotter:
+    """The trainer's side of one slot's arena: main thread, but for its capture thread, which
+    copies what the optimizer owns (or waits until the device has) and labels the buffer.
+
+    What the optimizer owns rests until its next step, so its copy runs beside the next forward and
+    backward pass; everything else is small and is copied at once. collect_random, restore_random:
+    the driver's random-number states, a flat dict of CPU tensors of fixed shapes.
+    on_captured(iteration, buffer): the buffer is whole; called by the capture thread.
+    on_halfway(iteration): half of the tensors are copied (fault injection).
     """
 
     def __init__(
@@ -87,6 +117,7 @@ class Snapshotter:
         self._on_captured = on_captured
         self._on_halfway = on_halfway
         self._live = shard_tensors(optimizer)
+        self._num_owned = len(self._live)
         for index, chunk in enumerate(model):
             for name, value in chunk.named_buffers():
                 self._live[f"buffer{index}/{name}"] = value
@@ -97,16 +128,16 @@ class Snapshotter:
         self._views = [self._map_buffer(buffer) for buffer in range(NUM_BUFFERS)]
         self._on_device = any(t.is_cuda for t in self._live.values())
         self._stream: Any = None
-        self._copied: Any = None
-        self._queue: queue.Queue[tuple[Any, Iteration, int] | None] = queue.Queue()
-        self._thread: threading.Thread | None = None
+        self._capture: _Capture | None = None
+        """The newest one."""
+        self._queue: queue.Queue[_Capture | None] = queue.Queue()
         if self._on_device:
             self._pin()
             self._stream = torch.cuda.Stream()
-            self._thread = threading.Thread(
-                target=self._seal_when_copied, name="deadpool-capture", daemon=True
-            )
-            self._thread.start()
+        self._thread = threading.Thread(
+            target=self._run_captures, name="deadpool-capture", daemon=True
+        )
+        self._thread.start()
 
     @property
     def payload_bytes(self) -> int:
@@ -135,63 +166,116 @@ class Snapshotter:
     # Capture
 
     def capture_tensors(self, iteration: Iteration) -> None:
-        """Begin to copy the optimizer's tensors: on a side stream with a GPU, at once without.
-
-        Before anything overwrites them, `wait_copied` must have returned.
+        """Begin to copy the state after `iteration`. Before anything overwrites what the
+        optimizer owns, `wait_copied` must have returned; before the next capture, this one must
+        be sealed and committed.
         """
-        buffer = capture_buffer(iteration)
-        self._arena.invalidate(buffer)
-        views = self._views[buffer]
-        if not self._on_device:
-            self._copy(iteration, views, non_blocking=False)
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self._copy(iteration, views, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+        self._give_up_unsealed()
+        capture = self._capture = _Capture(iteration, capture_buffer(self._arena.held()))
+        self._arena.invalidate(capture.buffer)
+        names = list(self._live)
+        if self._on_device:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                self._copy(capture, names)
+                capture.on_device = torch.cuda.Event()
+                capture.on_device.record()
+        else:
+            self._copy(capture, names[self._num_owned :])
+        self._queue.put(capture)
 
-    def _copy(
-        self, iteration: Iteration, views: dict[str, torch.Tensor], *, non_blocking: bool
-    ) -> None:
-        middle = len(self._live) // 2
+    def _copy(self, capture: _Capture, names: list[str]) -> None:
+        views = self._views[capture.buffer]
+        middle = self._num_owned // 2
         with torch.no_grad():
-            for index, (name, tensor) in enumerate(self._live.items()):
-                if index == middle:
-                    self._on_halfway(iteration)
-                views[name].copy_(tensor, non_blocking=non_blocking)
+            for index, name in enumerate(names):
+                if self._on_device and index == middle:
+                    self._on_halfway(capture.iteration)
+                views[name].copy_(self._live[name], non_blocking=True)
 
     def seal(self, iteration: Iteration, metadata: dict[str, Any]) -> None:
-        """Add the random-number states and counters of the same iteration; the snapshot is then
-        labelled, as soon as the tensors are copied."""
-        buffer = capture_buffer(iteration)
+        """Add the random-number states and counters of the same iteration; the snapshot is
+        labelled as soon as the tensors are copied, too."""
+        capture = self._capture
+        assert capture is not None and capture.iteration == iteration
         for name, value in self._collect_random().items():
-            self._views[buffer][f"random/{name}"].copy_(value)
-        self._write_metadata(buffer, {**metadata, "optimizer": scalar_state(self._optimizer)})
-        if self._on_device:
-            self._queue.put((self._copied, iteration, buffer))
-        else:
-            self._finish(iteration, buffer)
+            self._views[capture.buffer][f"random/{name}"].copy_(value)
+        scalars = scalar_state(self._optimizer)
+        self._write_metadata(capture.buffer, {**metadata, "optimizer": scalars})
+        capture.is_sealed = True
+        capture.is_decided.set()
 
-    def _finish(self, iteration: Iteration, buffer: int) -> None:
-        self._arena.label(buffer, self._slot, iteration)
-        self._on_captured(iteration, buffer)
+    def _give_up_unsealed(self) -> None:
+        if self._capture is not None:
+            self._capture.is_decided.set()
 
-    def _seal_when_copied(self) -> None:
-        while (item := self._queue.get()) is not None:
-            copied, iteration, buffer = item
-            copied.synchronize()
-            self._finish(iteration, buffer)
+    def _run_captures(self) -> None:
+        """The capture thread."""
+        if not self._on_device:
+            # Compute goes first; whoever waits for the copy leaves it the core.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _CAPTURE_NICENESS)
+        while (capture := self._queue.get()) is not None:
+            try:
+                if self._on_device:
+                    capture.on_device.synchronize()
+                else:
+                    self._copy_owned(capture)
+            except BaseException as error:
+                capture.error = error
+            capture.seconds = time.monotonic() - capture.started
+            capture.is_copied.set()
+            capture.is_decided.wait()
+            if capture.is_sealed and capture.error is None:
+                self._arena.label(capture.buffer, self._slot, capture.iteration)
+                self._on_captured(capture.iteration, capture.buffer)
+            capture.is_over.set()
+
+    def _copy_owned(self, capture: _Capture) -> None:
+        """Piece by piece, without the interpreter lock, in the order in which the optimizer's
+        step will overwrite them."""
+        views = self._views[capture.buffer]
+        for index, name in enumerate(list(self._live)[: self._num_owned]):
+            if index == self._num_owned // 2:
+                self._on_halfway(capture.iteration)
+            source, target = self._live[name], views[name]
+            if not source.is_contiguous():
+                target.copy_(source)
+                continue
+            num_bytes = source.numel() * source.element_size()
+            for start in range(0, num_bytes, _PIECE_BYTES):
+                ctypes.memmove(
+                    target.data_ptr() + start,
+                    source.data_ptr() + start,
+                    min(_PIECE_BYTES, num_bytes - start),
+                )
 
     def wait_copied(self) -> None:
-        """Until the last capture no longer reads the live tensors."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        """Until the last capture no longer reads the live tensors. Raises RuntimeError where it
+        has failed, or does not come to an end."""
+        capture = self._capture
+        if capture is None:
+            return
+        if not capture.is_copied.wait(_COPY_TIMEOUT_S):
+            raise RuntimeError(f"iteration {capture.iteration} is still being copied")
+        if capture.error is not None:
+            raise RuntimeError(f"iteration {capture.iteration} was not captured") from capture.error
+
+    def settle(self) -> None:
+        """Until the last capture is labelled and told, or given up. A failed one counts for
+        nothing: its buffer stays invalid. Raises RuntimeError where it does not come to an end."""
+        self._give_up_unsealed()
+        if self._capture is not None and not self._capture.is_over.wait(_COPY_TIMEOUT_S):
+            raise RuntimeError(f"iteration {self._capture.iteration} is still being copied")
+
+    def capture_seconds(self, iteration: Iteration) -> float:
+        """How long the copy of the newest capture took; 0 for another iteration."""
+        capture = self._capture
+        return capture.seconds if capture is not None and capture.iteration == iteration else 0.0
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join(10.0)
+        self._give_up_unsealed()
+        self._queue.put(None)
+        self._thread.join(10.0)
 
     # Restoration
 

@@ -141,7 +141,7 @@ class Transfers:
                 )
                 self._feed(e.FetchFailed(epoch=wanted.epoch, reason=reason))
                 return
-            buffer = capture_buffer(wanted.iteration)
+            buffer = capture_buffer(self._arena.held())
             self._arena.payload(buffer)[:] = replica.view
             replica.close()
             self._arena.label(buffer, self._slot, wanted.iteration)

@@ -14,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from deadpool.conformance import check, load
+from deadpool.pace import most_iterations_rerun
 from deadpool.trace import NoTrace
 
 MAX_SHOWN = 20
@@ -30,6 +31,13 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="a host was lost with the last lines of its traces: believe what others say it said",
     )
+    parser.add_argument(
+        "--snapshot-interval",
+        type=int,
+        default=1,
+        metavar="N",
+        help="the longest that the job took (default: %(default)s)",
+    )
     return parser
 
 
@@ -43,7 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not traces:
         print("check_trace: no protocol-*.jsonl there; run with --deadpool-trace", file=sys.stderr)
         return 2
-    violations, summary = check(traces, tails_lost=args.tails_lost)
+    violations, summary = check(
+        traces,
+        tails_lost=args.tails_lost,
+        most_rerun=most_iterations_rerun(args.snapshot_interval),
+    )
     for violation in violations[:MAX_SHOWN]:
         print(violation)
     if violations:

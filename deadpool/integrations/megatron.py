@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from megatron.core import parallel_state as megatron_parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
@@ -19,6 +21,7 @@ from deadpool.groups import BuildSuperseded, GroupRegistry
 from deadpool.injection import InjectionPhase, Injector, append_json_line
 from deadpool.link import EpochEnded, GuardianLink, GuardianTimeout
 from deadpool.optimizer import patch_inner_step, patch_step, rebuild_parameters
+from deadpool.pace import AGREE_EVERY, Pace, Windows
 from deadpool.parameter_hash import ParametersDiffer, hash_parameters, verify_parameters
 from deadpool.protocol.types import Iteration
 from deadpool.snapshot import SnapshotDamaged, Snapshotter
@@ -58,7 +61,12 @@ class DeadpoolHooks:
         self._snapshots: Snapshotter | None = None
         self._resumed_at: float | None = None
         """When training resumed after a recovery, until its first step is done."""
+        self._pace = Pace(config.snapshot_interval)
+        self._captured = Iteration(0)
+        """The newest snapshot, or what was restored."""
         self._stall_s = 0.0
+        self._stepped_at: float | None = None
+        """When the last step of this epoch began."""
         self._setup_s: float | None = None
         """How long a replacement took to build its model; None once reported."""
         parallel_state.attach(link, registry)
@@ -127,7 +135,8 @@ class DeadpoolHooks:
     def after_step(self, trainer: Any, losses: dict[str, float]) -> None:
         iteration = Iteration(trainer.state.iteration)
         self._live = self._completed = iteration
-        self._seal(trainer)
+        if self._pace.is_due(iteration):
+            self._seal(trainer)
         if losses and self._logs_losses():
             self._write(
                 "losses.jsonl",
@@ -171,39 +180,86 @@ class DeadpoolHooks:
         self._link.close()
         parallel_state.destroy_groups()
 
+    def metrics(self) -> dict[str, float]:
+        return self._pace.metrics()
+
     # Snapshots
 
     def _before_step(self) -> None:
-        """The step may overwrite the state of `self._live` once its snapshot is complete
-        everywhere: then at most one iteration is ever run again, and the buffer that the next
-        capture takes is not needed any more."""
+        """The step overwrites what the last capture copied; and if its result is captured, the
+        snapshot before must be complete everywhere: then the buffer that the capture takes is not
+        needed any more, and at most one iteration, with an interval `most_iterations_rerun`, is
+        ever run again."""
         assert self._snapshots is not None
+        iteration = Iteration(self._completed + 1)
+        if self._pace.is_auto and iteration % AGREE_EVERY == 0:
+            self._agree_on_interval()
         started = time.monotonic()
         self._snapshots.wait_copied()
+        if self._pace.is_due(iteration):
+            self._wait_committed()
+        now = time.monotonic()
+        self._stall_s = now - started
+        if self._stepped_at is not None:
+            self._pace.note_iteration(now - self._stepped_at - self._stall_s)
+        self._stepped_at = now
+        self._note_commits()
+        self._live = None
+
+    def _wait_committed(self) -> None:
         try:
-            self._link.wait_committed(self._completed, self._config.commit_timeout_s)
+            self._link.wait_committed(self._captured, self._config.commit_timeout_s)
         except GuardianTimeout:
             raise RuntimeError(
-                f"the snapshot of iteration {self._completed} was not committed within "
+                f"the snapshot of iteration {self._captured} was not committed within "
                 f"--deadpool-commit-timeout {self._config.commit_timeout_s:g} s"
             ) from None
-        self._stall_s = time.monotonic() - started
-        self._live = None
+
+    def _note_commits(self) -> None:
+        assert self._snapshots is not None
+        for commit in self._link.take_commits():
+            capture_s = self._snapshots.capture_seconds(commit.iteration)
+            if commit.replicate_s == 0 or capture_s == 0:
+                continue  # A restored one.
+            windows = Windows(
+                iteration=commit.iteration,
+                capture_s=capture_s,
+                replicate_s=commit.replicate_s,
+                commit_s=commit.commit_s,
+                stall_s=self._stall_s,
+            )
+            self._pace.note(windows)
+            if self._logs_losses():
+                record = {"slot": parallel_state.get_slot(), "epoch": commit.epoch}
+                self._write("snapshots.jsonl", {**record, **dataclasses.asdict(windows)})
+
+    def _agree_on_interval(self) -> None:
+        """The longest that any slot needs. A collective: an interval is of all slots."""
+        device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+        wanted = torch.tensor([self._pace.wanted()], dtype=torch.int64, device=device)
+        torch.distributed.all_reduce(wanted, op=torch.distributed.ReduceOp.MAX)
+        words = self._pace.adopt(int(wanted.item()))
+        if words and parallel_state.get_slot() == 0:
+            print(f"[deadpool] iteration {self._completed}: {words}", flush=True)
 
     def _inside_step(self) -> None:
         self._injector.fire(self._trainer.state.iteration + 1, InjectionPhase.OPTIMIZER)
 
     def _after_optimizer(self) -> None:
         assert self._snapshots is not None
-        self._snapshots.capture_tensors(Iteration(self._trainer.state.iteration + 1))
+        iteration = Iteration(self._trainer.state.iteration + 1)
+        if self._pace.is_due(iteration):
+            self._snapshots.capture_tensors(iteration)
 
     def _seal(self, trainer: Any) -> None:
         assert self._snapshots is not None and self._live is not None
         metadata = {
             "state": trainer.state.to_dict(),
             "scheduler": trainer.scheduler.state_dict(),
+            "snapshot_interval": self._pace.interval,
         }
         self._snapshots.seal(self._live, metadata)
+        self._captured = self._live
 
     def _on_captured(self, iteration: Iteration, buffer: int) -> None:
         self._link.send(m.Captured(epoch=self._link.epoch, iteration=iteration, buffer=buffer))
@@ -215,7 +271,7 @@ class DeadpoolHooks:
         abort = self._link.wait_abort(None)
         assert abort is not None
         if self._snapshots is not None:
-            self._snapshots.wait_copied()
+            self._snapshots.settle()
         parallel_state.acknowledge(abort)
 
     def _rejoin(self, trainer: Any) -> None:
@@ -255,7 +311,9 @@ class DeadpoolHooks:
         verify_parameters(trainer.model)
         verified = time.monotonic()
         rerun = max(0, self._completed - restore)
-        self._live = self._completed = restore
+        self._live = self._completed = self._captured = restore
+        self._pace.restore(metadata["snapshot_interval"])
+        self._stepped_at = None
         seconds = {
             "regroup": regrouped - started,
             "restore": restored - regrouped,

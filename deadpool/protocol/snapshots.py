@@ -7,6 +7,7 @@ iteration to restore; two with commit before reuse never do (`tests/protocol/tes
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from deadpool.protocol.events import AnswerOffer, AnswerPull, Asked, Offered, Received
 from deadpool.protocol.types import Epoch, Iteration, Slot
@@ -14,10 +15,11 @@ from deadpool.protocol.types import Epoch, Iteration, Slot
 NUM_BUFFERS = 2
 
 
-def capture_buffer(iteration: Iteration) -> int:
-    """The buffer of its own memory that a slot captures `iteration` into: the one that does not
-    hold the iteration before."""
-    return iteration % NUM_BUFFERS
+def capture_buffer(held: Sequence[Iteration | None]) -> int:
+    """The buffer of its own memory that a slot captures the next snapshot into: one that holds
+    nothing, else the older. held: what each buffer holds."""
+    ages = [-1 if iteration is None else iteration for iteration in held]
+    return ages.index(min(ages))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +53,7 @@ class BufferLedger:
         iteration, else the older. The newest is kept whatever comes in."""
         buffer = self.find(iteration)
         if buffer is None:
-            ages = [-1 if kept is None else kept.iteration for kept in self._kept]
-            buffer = ages.index(min(ages))
+            buffer = capture_buffer([kept.iteration if kept else None for kept in self._kept])
         self._kept[buffer] = None
         return buffer
 

@@ -149,8 +149,11 @@ class Process:
     def invalidate(self, buffer: int) -> None:
         self.buffers = (*self.buffers[:buffer], None, *self.buffers[buffer + 1 :])
 
+    def capture_buffer(self) -> int:
+        return capture_buffer([state.iteration if state else None for state in self.buffers])
+
     def keep(self, state: State) -> None:
-        buffer = capture_buffer(state.iteration) % len(self.buffers)
+        buffer = self.capture_buffer()
         self.buffers = (*self.buffers[:buffer], state, *self.buffers[buffer + 1 :])
 
 
@@ -742,7 +745,7 @@ class World:
     def _steps(self, member: MemberId, p: Process) -> None:
         p.completed = Iteration(p.completed + 1)
         p.live = State(p.completed, p.epoch)
-        p.invalidate(capture_buffer(p.completed) % len(p.buffers))
+        p.invalidate(p.capture_buffer())
         p.state = CAPTURES
         self.history.stepped(p.epoch, p.completed)
 

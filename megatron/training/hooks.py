@@ -64,6 +64,10 @@ class TrainingHooks(Protocol):
         global batch."""
         ...
 
+    def metrics(self) -> dict[str, float]:
+        """Figures since the last call, by name, for the log line and TensorBoard."""
+        ...
+
     def on_error(self, trainer: Trainer, error: BaseException) -> bool:
         """The iteration (or evaluation, or save) raised. True: `trainer` was brought back to an
         earlier `trainer.state.iteration`, training goes on from there; False: raise it."""
@@ -95,6 +99,9 @@ class NoHooks:
 
     def after_step(self, trainer: Trainer, losses: dict[str, float]) -> None:
         pass
+
+    def metrics(self) -> dict[str, float]:
+        return {}
 
     def on_error(self, trainer: Trainer, error: BaseException) -> bool:
         return False

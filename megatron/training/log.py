@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -29,8 +30,10 @@ def write_arguments(writer: Any, args: Namespace, iteration: int) -> None:
             writer.add_text(name, str(value), global_step=iteration)
 
 
-def log_line(args: Namespace, state: TrainState, seconds_per_iteration: float) -> str:
-    """Everything of the interval that ends with `state.iteration`."""
+def log_line(
+    args: Namespace, state: TrainState, seconds_per_iteration: float, more: Mapping[str, float]
+) -> str:
+    """Everything of the interval that ends with `state.iteration`. more: figures of the hooks."""
     metrics = state.last_metrics
     batch_size = int(metrics["batch-size"])
     now = datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")
@@ -59,6 +62,7 @@ def log_line(args: Namespace, state: TrainState, seconds_per_iteration: float) -
         fields.append(f"params norm: {metrics['params-norm']:.3f}")
     fields.append(f"number of skipped iterations: {state.interval_skipped:3d}")
     fields.append(f"number of nan iterations: {state.interval_nan:3d}")
+    fields += [f"{name}: {value:.1f}" for name, value in more.items()]
     return " | ".join(fields) + " |"
 
 

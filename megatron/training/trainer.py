@@ -336,7 +336,11 @@ class Trainer:
         due = self._due(self.args.log_interval)
         if (due or first) and iteration > self._printed_iteration:
             self._printed_iteration = iteration
-            print_rank_last(log.log_line(self.args, state, self._clock.per_iteration()))
+            more = self.hooks.metrics()
+            print_rank_last(log.log_line(self.args, state, self._clock.per_iteration(), more))
+            if self.tensorboard is not None:
+                for name, value in more.items():
+                    self.tensorboard.add_scalar(name, value, iteration)
             if self.tensorboard is not None and self.args.log_timers_to_tensorboard:
                 self.tensorboard.add_scalar(
                     "iteration-time", self._clock.per_iteration(), iteration

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from deadpool.conformance import check, load
+from deadpool.pace import most_iterations_rerun
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _PR_SET_CHILD_SUBREAPER = 36
@@ -62,11 +63,14 @@ class Job:
     def swaps(self) -> list[dict[str, Any]]:
         return [r for r in self.records("events.jsonl") if r["event"] == "swap"]
 
-    def check_clean(self, exit_code: int = 0) -> None:
+    def check_clean(self, exit_code: int = 0, *, snapshot_interval: int = 1) -> None:
         """Ended as it should, left no process, and its guardians' traces agree."""
         assert self.exit_code == exit_code, self.output[-6000:]
         assert self.left_over == [], self.left_over
-        violations, _ = check(load([self.log_dir]) if self.log_dir.exists() else [])
+        violations, _ = check(
+            load([self.log_dir]) if self.log_dir.exists() else [],
+            most_rerun=most_iterations_rerun(snapshot_interval),
+        )
         assert not violations, "\n".join(map(str, violations[:5]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -51,6 +52,10 @@ class Rank:
         self.random = torch.Generator().manual_seed(seed)
         self.captured: list[tuple[int, int]] = []
         self.halfway: list[tuple[int, int]] = []
+        self.halts = threading.Event()
+        self.halts.set()
+        """Cleared: captures stop halfway."""
+        self.fails = False
         self.arena = Arena.create()
         self.snapshots = Snapshotter(
             arena=self.arena,
@@ -65,6 +70,9 @@ class Rank:
 
     def _on_halfway(self, iteration: int) -> None:
         self.halfway.append((iteration, len(self.arena.iterations())))
+        assert self.halts.wait(10)
+        if self.fails:
+            raise OSError("as if the copy had failed")
 
     def train(self, steps: int = 1) -> None:
         for _ in range(steps):
@@ -79,6 +87,7 @@ class Rank:
     def take(self, iteration: int) -> None:
         self.snapshots.capture_tensors(Iteration(iteration))
         self.snapshots.seal(Iteration(iteration), METADATA)
+        self.snapshots.settle()
 
     def load(self, buffer: int) -> dict[str, Any]:
         self.snapshots.load_tensors(buffer)
@@ -200,7 +209,44 @@ def test_snapshot_is_not_valid_before_it_is_sealed(make_rank: Callable[..., Rank
     rank.snapshots.capture_tensors(Iteration(3))
     assert rank.arena.iterations() == {2} and len(rank.captured) == 2
     rank.snapshots.seal(Iteration(3), METADATA)
+    rank.snapshots.settle()
     assert rank.arena.iterations() == {2, 3} and rank.captured[-1][0] == 3
+
+
+def test_snapshot_never_sealed_is_given_up_and_the_next_takes_its_place(
+    make_rank: Callable[..., Rank],
+) -> None:
+    rank = make_rank()
+    rank.take(1)
+    rank.take(2)
+    rank.snapshots.capture_tensors(Iteration(3))
+    rank.snapshots.settle()
+    assert rank.arena.iterations() == {2}
+    rank.take(4)
+    assert rank.arena.iterations() == {2, 4}
+    assert [iteration for iteration, _ in rank.captured] == [1, 2, 4]
+
+
+def test_snapshot_under_way_holds_the_step_and_a_failed_one_says_so(
+    make_rank: Callable[..., Rank],
+) -> None:
+    rank = make_rank()
+    rank.halts.clear()
+    rank.snapshots.capture_tensors(Iteration(1))
+    waiter = threading.Thread(target=rank.snapshots.wait_copied)
+    waiter.start()
+    waiter.join(0.2)
+    assert waiter.is_alive()
+    rank.halts.set()
+    waiter.join(10)
+    assert not waiter.is_alive()
+    rank.fails = True
+    rank.snapshots.capture_tensors(Iteration(2))
+    rank.snapshots.seal(Iteration(2), METADATA)
+    with pytest.raises(RuntimeError, match="iteration 2 was not captured"):
+        rank.snapshots.wait_copied()
+    rank.snapshots.settle()
+    assert rank.arena.iterations() == frozenset()
 
 
 def test_snapshot_half_copied_is_not_valid(make_rank: Callable[..., Rank]) -> None:
