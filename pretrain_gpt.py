@@ -43,7 +43,9 @@ def read_arguments(argv: Sequence[str]) -> Namespace:
 
 
 def check(argv: Sequence[str]) -> int:
-    """Read the flags once for a whole job, before any of its processes starts."""
+    """Read the flags for a whole machine, before the job forms: do they fit each other, what they
+    name, and this machine's memory."""
+    from deadpool.integrations.memory import check_memory
     from megatron.training.arguments import UsageError, exit_with_usage_error
     from megatron.training.pretrain import check_inputs
 
@@ -52,6 +54,7 @@ def check(argv: Sequence[str]) -> int:
         print(note, flush=True)
     try:
         check_inputs(args)
+        check_memory(args)
     except UsageError as error:
         exit_with_usage_error(error, 0)
     return 0

@@ -21,6 +21,12 @@ from deadpool.protocol.types import Iteration, Slot
 HEADER_BYTES = 4096
 """A page: payloads stay page-aligned, as pinning wants it."""
 
+METADATA_BYTES = 1 << 18
+"""Of a payload's start: room for its JSON part, of which the first 8 bytes are the length."""
+
+ALIGNMENT = 64
+"""Bytes; every tensor of a payload starts at a multiple."""
+
 _HEADER = struct.Struct("<8sqq")
 _MAGIC = b"DEADPOOL"
 _INVALID = -1
@@ -49,7 +55,7 @@ class Arena:
 
     def resize(self, payload_bytes: int) -> None:
         """Trainer: give the memory its size. Raises OSError when the machine has no room."""
-        os.posix_fallocate(self.descriptor, 0, NUM_BUFFERS * _buffer_bytes(payload_bytes))
+        os.posix_fallocate(self.descriptor, 0, NUM_BUFFERS * buffer_bytes(payload_bytes))
         self.attach(payload_bytes)
         for buffer in range(NUM_BUFFERS):
             self.invalidate(buffer)
@@ -57,7 +63,7 @@ class Arena:
     def attach(self, payload_bytes: int) -> None:
         """Guardian: map memory that the trainer has sized."""
         self.payload_bytes = payload_bytes
-        self._map = mmap.mmap(self.descriptor, NUM_BUFFERS * _buffer_bytes(payload_bytes))
+        self._map = mmap.mmap(self.descriptor, NUM_BUFFERS * buffer_bytes(payload_bytes))
 
     @property
     def is_attached(self) -> bool:
@@ -66,7 +72,7 @@ class Arena:
     def payload(self, buffer: int) -> memoryview:
         """The payload of a buffer, [payload_bytes] uint8, writable."""
         assert self._map is not None
-        start = buffer * _buffer_bytes(self.payload_bytes) + HEADER_BYTES
+        start = buffer * buffer_bytes(self.payload_bytes) + HEADER_BYTES
         return memoryview(self._map)[start : start + self.payload_bytes]
 
     def label(self, buffer: int, slot: Slot, iteration: Iteration) -> None:
@@ -79,7 +85,7 @@ class Arena:
     def iteration(self, buffer: int) -> Iteration | None:
         """What a buffer holds; None while it is invalid."""
         assert self._map is not None
-        start = buffer * _buffer_bytes(self.payload_bytes)
+        start = buffer * buffer_bytes(self.payload_bytes)
         magic, _, iteration = _HEADER.unpack_from(self._map, start)
         return Iteration(iteration) if magic == _MAGIC and iteration >= 0 else None
 
@@ -108,11 +114,12 @@ class Arena:
 
     def _write_header(self, buffer: int, slot: int, iteration: int) -> None:
         assert self._map is not None
-        start = buffer * _buffer_bytes(self.payload_bytes)
+        start = buffer * buffer_bytes(self.payload_bytes)
         _HEADER.pack_into(self._map, start, _MAGIC, slot, iteration)
 
 
-def _buffer_bytes(payload_bytes: int) -> int:
+def buffer_bytes(payload_bytes: int) -> int:
+    """Of one buffer with its header, whole pages."""
     return HEADER_BYTES + -(-payload_bytes // HEADER_BYTES) * HEADER_BYTES
 
 

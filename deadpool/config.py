@@ -26,6 +26,10 @@ MIN_TOKEN_LENGTH = 32
 """Characters. Whoever sees a handshake can test guesses of the token: see `handshake`."""
 
 
+NODES_HERE = "DEADPOOL_NODES_HERE"
+"""Variable: how many of the job's nodes the machine bears whose input is checked; absent: 1."""
+
+
 class ConfigError(Exception):
     """What was given, what fits, what to type."""
 

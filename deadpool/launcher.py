@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Sequence
 
 from deadpool.config import (
+    NODES_HERE,
     ConfigError,
     RankEnvironment,
     add_job_arguments,
@@ -223,8 +224,7 @@ class _Nodes:
             self._loop.add_signal_handler(number, self._on_signal, number)
         reader, self._writer = await asyncio.open_connection(sock=self._fork_server.socket)
         follow = self._loop.create_task(self._follow_fork_server(reader))
-        world_size = str(self._run.ranks[0].world_size)
-        self._command({"check": {"DEADPOOL_ROLE": "check", "WORLD_SIZE": world_size}})
+        self._command({"check": self._check_environ()})
         check_code = await self._checked
         if check_code == 0:
             for node in sorted({rank.node for rank in self._run.ranks}):
@@ -241,6 +241,15 @@ class _Nodes:
     @property
     def _drains(self) -> bool:
         return self._run.drains_on_sigterm and self._signalled == signal.SIGTERM
+
+    def _check_environ(self) -> dict[str, str]:
+        first = self._run.ranks[0]
+        return {
+            "DEADPOOL_ROLE": "check",
+            "WORLD_SIZE": str(first.world_size),
+            NODES_HERE: str(len({rank.node for rank in self._run.ranks})),
+            **first.to_environ(),
+        }
 
     def _command(self, command: dict[str, object]) -> None:
         self._writer.write((json.dumps(command) + "\n").encode())

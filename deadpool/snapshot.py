@@ -21,17 +21,14 @@ from typing import Any
 
 import torch
 
-from deadpool.arena import Arena
+from deadpool.arena import ALIGNMENT, METADATA_BYTES, Arena
 from deadpool.optimizer import initialize_state, load_scalar_state, scalar_state, shard_tensors
 from deadpool.protocol.snapshots import NUM_BUFFERS, capture_buffer
 from deadpool.protocol.types import Iteration, Slot
 
-_ALIGNMENT = 64
 _PIECE_BYTES = 4 << 20
 _CAPTURE_NICENESS = 10
 _COPY_TIMEOUT_S = 120.0
-_METADATA_BYTES = 1 << 18
-"""Room for the JSON part; its first 8 bytes are its length."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +48,11 @@ class Entry:
 
 def lay_out(tensors: dict[str, torch.Tensor]) -> tuple[list[Entry], int]:
     """Entries in the order given, behind the metadata, and the payload's size in bytes."""
-    entries, offset = [], _METADATA_BYTES
+    entries, offset = [], METADATA_BYTES
     for name, tensor in tensors.items():
         entry = Entry(name=name, offset=offset, shape=tuple(tensor.shape), dtype=tensor.dtype)
         entries.append(entry)
-        offset += -(-entry.num_bytes // _ALIGNMENT) * _ALIGNMENT
+        offset += -(-entry.num_bytes // ALIGNMENT) * ALIGNMENT
     return entries, offset
 
 
@@ -307,7 +304,7 @@ class Snapshotter:
 
     def _write_metadata(self, buffer: int, metadata: dict[str, Any]) -> None:
         body = json.dumps({**metadata, "digest": self._digest}).encode()
-        if len(body) > _METADATA_BYTES - 8:
+        if len(body) > METADATA_BYTES - 8:
             raise RuntimeError(f"snapshot metadata of {len(body)} bytes, room is for 256 KiB")
         payload = self._arena.payload(buffer)
         payload[:8] = len(body).to_bytes(8, "little")

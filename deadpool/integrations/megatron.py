@@ -19,10 +19,12 @@ from deadpool.arena import Arena
 from deadpool.config import DeadpoolConfig, RankEnvironment
 from deadpool.groups import BuildSuperseded, GroupRegistry
 from deadpool.injection import InjectionPhase, Injector, append_json_line
+from deadpool.integrations.memory import budget_of
 from deadpool.link import EpochEnded, GuardianLink, GuardianTimeout
 from deadpool.optimizer import patch_inner_step, patch_step, rebuild_parameters
 from deadpool.pace import AGREE_EVERY, Pace, Windows
 from deadpool.parameter_hash import ParametersDiffer, hash_parameters, verify_parameters
+from deadpool.placement_report import copies_of, render
 from deadpool.protocol.types import Iteration
 from deadpool.snapshot import SnapshotDamaged, Snapshotter
 from megatron.training.hooks import Phase
@@ -95,6 +97,8 @@ class DeadpoolHooks:
         return self._is_replacement
 
     def on_ready(self, trainer: Any) -> None:
+        if parallel_state.get_slot() == 0 and not self._is_replacement:
+            self._print_placement(trainer.args)
         self._snapshots = Snapshotter(
             arena=self._arena,
             slot=parallel_state.get_slot(),
@@ -360,6 +364,19 @@ class DeadpoolHooks:
         self._link.send(m.Failed(reason=reason, exit_code=exit_code))
 
     # Records
+
+    def _print_placement(self, args: Any) -> None:
+        budget = budget_of(args, self._environment.ranks_per_node)
+        members = parallel_state.get_plan().slots[:: self._environment.ranks_per_node]
+        text = render(
+            budget.grid,
+            budget.needs,
+            budget.sizes,
+            copies_of(budget.grid),
+            nodes=[member.node for member in members],
+            num_spare_nodes=self._environment.num_spare_nodes,
+        )
+        print(text, flush=True)
 
     def _logs_losses(self) -> bool:
         state = megatron_parallel_state
