@@ -49,6 +49,8 @@ class Experts:
     layers: tuple[bool, ...]
     """Indexed by layer: whether its MLP is one of experts."""
     ffn_hidden_size: int
+    latent_size: int
+    """Width of what experts take and give; 0: hidden_size, without projections."""
     shared_ffn_hidden_size: int
     """0: no shared expert."""
     has_shared_gate: bool
@@ -80,6 +82,9 @@ class ModelShape:
     norm_has_bias: bool
     """LayerNorm has one, RMSNorm not."""
     has_qk_norm: bool
+    has_output_gate: bool
+    """Of attention: as much again as the queries."""
+    has_softmax_offset: bool
     ties_embeddings: bool
     experts: Experts | None
     stages: tuple[tuple[Chunk, ...], ...]
@@ -166,8 +171,11 @@ def parameters(shape: ModelShape, chunk: Chunk, sharding: Sharding) -> list[Para
 def _layer(shape: ModelShape, layer: int, sharding: Sharding) -> Iterator[Parameter]:
     hidden, tensor = shape.hidden_size, sharding.grid.tensor
     queries = shape.kv_channels * shape.num_attention_heads
-    qkv = (queries + 2 * shape.kv_channels * shape.num_query_groups) // tensor
+    qkv = queries + 2 * shape.kv_channels * shape.num_query_groups
+    qkv = (qkv + (queries if shape.has_output_gate else 0)) // tensor
     yield from _norm(shape, hidden)
+    if shape.has_softmax_offset:
+        yield Parameter(numel=shape.num_attention_heads // tensor)
     yield Parameter(numel=hidden * queries // tensor)
     if shape.has_bias:
         yield Parameter(numel=hidden)
@@ -178,31 +186,39 @@ def _layer(shape: ModelShape, layer: int, sharding: Sharding) -> Iterator[Parame
         yield from _norm(shape, shape.kv_channels)
         yield from _norm(shape, shape.kv_channels)
     yield from _norm(shape, hidden)
-    experts = shape.experts
-    if experts is None or not experts.layers[layer]:
-        yield from _mlp(shape, shape.ffn_hidden_size // tensor, is_expert=False)
-        return
+    if shape.experts is not None and shape.experts.layers[layer]:
+        yield from _expert_mlp(shape, shape.experts, sharding)
+    else:
+        yield from _mlp(shape, shape.ffn_hidden_size // tensor, hidden)
+
+
+def _expert_mlp(shape: ModelShape, experts: Experts, sharding: Sharding) -> Iterator[Parameter]:
+    hidden, latent = shape.hidden_size, experts.latent_size
     yield Parameter(numel=experts.num_experts * hidden)
     if shape.has_bias:
         yield Parameter(numel=experts.num_experts)
+    for height in (latent, hidden) if latent else ():
+        yield Parameter(numel=hidden * latent)
+        if shape.has_bias:
+            yield Parameter(numel=height)
     width = experts.ffn_hidden_size // sharding.expert_tensor
     for _ in range(experts.num_experts // sharding.expert):
-        yield from _mlp(shape, width, is_expert=sharding.expert > 1)
+        yield from _mlp(shape, width, latent or hidden, is_expert=sharding.expert > 1)
     if experts.shared_ffn_hidden_size:
         if experts.has_shared_gate:
             yield Parameter(numel=hidden)
-        width = experts.shared_ffn_hidden_size // tensor
-        yield from _mlp(shape, width, is_expert=False)
+        yield from _mlp(shape, experts.shared_ffn_hidden_size // sharding.grid.tensor, hidden)
 
 
 def _norm(shape: ModelShape, width: int) -> list[Parameter]:
     return [Parameter(numel=width)] * (2 if shape.norm_has_bias else 1)
 
 
-def _mlp(shape: ModelShape, width: int, *, is_expert: bool) -> Iterator[Parameter]:
-    hidden = shape.hidden_size
+def _mlp(
+    shape: ModelShape, width: int, outer: int, *, is_expert: bool = False
+) -> Iterator[Parameter]:
     inner = width * (2 if shape.is_gated else 1)
-    for numel, bias in ((inner * hidden, inner), (hidden * width, hidden)):
+    for numel, bias in ((inner * outer, inner), (outer * width, outer)):
         yield Parameter(numel=numel, is_expert=is_expert)
         if shape.has_bias:
             yield Parameter(numel=bias, is_expert=is_expert)

@@ -13,7 +13,7 @@ import posixpath
 import resource
 from collections.abc import Callable, Sequence
 
-from deadpool.budget import NodeNeed
+from deadpool.budget import NodeNeed, arena_bytes
 from deadpool.protocol.placement import Grid
 from deadpool.protocol.snapshots import NUM_BUFFERS
 
@@ -138,7 +138,7 @@ def refusal(
     spares count as the places that they may take.
     """
     largest = max(sizes)
-    if file_size is not None and NUM_BUFFERS * largest > file_size.num_bytes:
+    if file_size is not None and arena_bytes(largest) > file_size.num_bytes:
         return (
             f"a snapshot is up to {show_bytes(largest)} a slot, {NUM_BUFFERS} in one memory file; "
             f"{file_size.name} allows files of {show_bytes(file_size.num_bytes)}: raise it"

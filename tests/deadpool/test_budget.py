@@ -80,6 +80,11 @@ CONFIGURATIONS = {
     "qkv-bias-and-norms": (
         2, f"{SHARD} --disable-bias-linear --add-qkv-bias --qk-layernorm --kv-channels 10",
     ),
+    "output-gate": (2, f"{SHARD} --attention-output-gate"),
+    "softmax-offset": (2, f"{SHARD} --softmax-type learnable"),
+    "shared-expert-gate": (
+        2, f"{SHARD} {MOE} --moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate",
+    ),
     "buckets": (2, f"{SHARD} --bf16 --overlap-grad-reduce --ddp-bucket-size 5000"),
     "number-of-buckets": (4, f"{SHARD} {PIPELINE} 2 --overlap-grad-reduce --ddp-num-buckets 3"),
     "busbw": (2, f"{SHARD} --ddp-pad-buckets-for-high-nccl-busbw"),
