@@ -30,6 +30,7 @@ from tools.bench_overhead import (
     parse_layout,
     parse_model,
     read_run,
+    split_blocks,
     split_extra,
 )
 
@@ -196,6 +197,14 @@ def test_a_run_without_its_guardians_figures_is_refused(tmp_path: Path) -> None:
         read_run(tmp_path, "full", 0.0, warm_up=1)
 
 
+def test_blocks_of_an_alternating_run_pair_without_their_first_iterations() -> None:
+    # After a warm-up of 2: iterations 3 and 4 end the first block, with snapshots.
+    seconds = [float(i) for i in range(3, 21)]
+    with_, without = split_blocks(seconds, warm_up=2)
+    assert with_ == [3, 4, 10, 11, 12, 18]
+    assert without == [6, 7, 8, 14, 15, 16]
+
+
 def test_guardians_cpu_is_counted_between_puts() -> None:
     puts = [{"iteration": i, "cpu": float(i * i)} for i in range(6)]
     assert guardian_cpu_s(puts, warm_up=2) == pytest.approx((25 - 4) / 3)
@@ -223,7 +232,7 @@ def some_run(side: str, factor: float, loss: str = "0x1p+0") -> Run:
 
 def test_compare_pairs_rounds_and_adds_up_cpu() -> None:
     plain, full = [some_run(PLAIN, 1.0)] * 2, [some_run("full", 1.5)] * 2
-    result = compare("m", "g", plain, full)
+    result = compare("m", "g", plain, full, warm_up=1)
     assert (result.ratio, result.low, result.high) == (1.5, 1.5, 1.5)
     assert (result.plain_s, result.with_s) == (1.5, 2.25)
     assert result.added_cpu_s == pytest.approx(3.25 - 2.0)
@@ -232,7 +241,7 @@ def test_compare_pairs_rounds_and_adds_up_cpu() -> None:
 
 def test_compare_refuses_other_losses() -> None:
     with pytest.raises(BenchError, match="losses of full"):
-        compare("m", "g", [some_run(PLAIN, 1.0)], [some_run("full", 1.0, "0x1p+1")])
+        compare("m", "g", [some_run(PLAIN, 1.0)], [some_run("full", 1.0, "0x1p+1")], warm_up=1)
 
 
 # bench_transport

@@ -42,13 +42,21 @@ from tools.bench_measure import (  # noqa: E402
 SCRIPT = str(ROOT / "tools" / "bench_pretrain.py")
 PLAIN = "plain"
 
-VARIANTS = {
+ALTERNATING = "alternating"
+BLOCK = 4
+"""Iterations with snapshots, then as many without. The first of each is not counted: the last
+replica of the block before it is still under way."""
+
+VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
     "capture-only": {"replicates": False},
     "replica-only": {"captures": False},
     "control-only": {"captures": False, "replicates": False},
+    "alternating": {"alternates": BLOCK},
 }
-"""What is left out of --deadpool; control-only leaves guardians, their messages and commits."""
+"""What is left out of --deadpool; control-only leaves guardians, their messages and commits.
+alternating leaves snapshots out in every second block of iterations of one run, and compares those:
+what the machine does besides falls on neighbouring iterations alike."""
 
 _POLL_S = 0.25
 
@@ -407,14 +415,30 @@ class Result:
         return self.trainers_cpu_s + self.guardians_cpu_s - self.trainers_cpu_plain_s
 
 
-def compare(model: str, grid: str, plain: Sequence[Run], runs: Sequence[Run]) -> Result:
-    """Run k of both is of round k. Raises BenchError where losses differ."""
+def split_blocks(iteration_s: Sequence[float], warm_up: int) -> tuple[list[float], list[float]]:
+    """Of a run that alternates: iterations with snapshots and those without, that pair in turn."""
+    with_: list[float] = []
+    without: list[float] = []
+    for index, seconds in enumerate(iteration_s):
+        block, place = divmod(warm_up + index, BLOCK)  # Iteration warm_up + 1 + index.
+        if place > 0:
+            (without if block % 2 else with_).append(seconds)
+    num = min(len(with_), len(without))
+    return with_[:num], without[:num]
+
+
+def compare(
+    model: str, grid: str, plain: Sequence[Run], runs: Sequence[Run], warm_up: int
+) -> Result:
+    """Run k of both is of round k; of `alternating`, both are the same runs. Raises BenchError
+    where losses differ."""
     for a, b in zip(plain, runs, strict=True):
         if a.losses != b.losses:
             raise BenchError(f"{model} {grid}: losses of {b.side} are not those of {a.side}")
-    ratio, low, high = median_ratio(
-        [(b.iteration_s, a.iteration_s) for a, b in zip(plain, runs, strict=True)]
-    )
+    pairs = [(b.iteration_s, a.iteration_s) for a, b in zip(plain, runs, strict=True)]
+    if plain is runs:
+        pairs = [split_blocks(run.iteration_s, warm_up) for run in runs]
+    ratio, low, high = median_ratio(pairs)
 
     def middle(of: Sequence[Run], name: str) -> Any:
         return statistics.median(getattr(run, name) for run in of)
@@ -426,8 +450,8 @@ def compare(model: str, grid: str, plain: Sequence[Run], runs: Sequence[Run]) ->
         ratio=ratio,
         low=low,
         high=high,
-        plain_s=statistics.median(s for run in plain for s in run.iteration_s),
-        with_s=statistics.median(s for run in runs for s in run.iteration_s),
+        plain_s=statistics.median(s for _, without in pairs for s in without),
+        with_s=statistics.median(s for with_, _ in pairs for s in with_),
         trainers_cpu_plain_s=middle(plain, "trainers_cpu_s"),
         trainers_cpu_s=middle(runs, "trainers_cpu_s"),
         guardians_cpu_s=middle(runs, "guardians_cpu_s"),
@@ -526,7 +550,7 @@ def measure(
     settings: Settings,
 ) -> tuple[list[Result], list[dict[str, Any]]]:
     """Results, and every run as it was. Raises BenchError."""
-    sides = [PLAIN, *variants]
+    sides = [*([PLAIN] if set(variants) - {ALTERNATING} else []), *variants]
     meter = Meter(len(models) * len(layouts) * len(sides) * num_pairs, settings.iterations)
     results, raw = [], []
     for model in models:
@@ -540,7 +564,10 @@ def measure(
                 place = {"model": model.name, "grid": layout.name, "round": number}
                 raw.append({**place, **dataclasses.asdict(run)})
             for variant in variants:
-                results.append(compare(model.name, layout.name, runs[PLAIN], runs[variant]))
+                beside = runs[variant] if variant == ALTERNATING else runs[PLAIN]
+                results.append(
+                    compare(model.name, layout.name, beside, runs[variant], settings.warm_up)
+                )
     return results, raw
 
 
@@ -591,6 +618,11 @@ def checked_settings(args: argparse.Namespace, extra: Sequence[str]) -> Settings
         raise ValueError(
             f"--iterations {args.iterations} --warm-up {args.warm_up}: at least 2 must be left to "
             f"count; give --iterations {args.warm_up + 2} or more"
+        )
+    if ALTERNATING in args.variants and args.iterations < args.warm_up + 2 * BLOCK:
+        raise ValueError(
+            f"--iterations {args.iterations} --warm-up {args.warm_up}: to alternate takes two "
+            f"blocks of {BLOCK}; give --iterations {args.warm_up + 2 * BLOCK} or more"
         )
     cores = sorted(os.sched_getaffinity(0))
     if args.pin and len(cores) < 2:

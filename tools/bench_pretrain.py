@@ -107,12 +107,18 @@ class TrainerClock:
 
 
 def train(argv: Sequence[str], hooks: Any = None) -> int:
-    from deadpool import snapshot
+    from deadpool import pace, snapshot
     from megatron.training.hooks import NoHooks
 
     pin("trainer")
     if not _BENCH.get("captures", True):
-        snapshot.Snapshotter._copy = lambda *args, **kwargs: None  # type: ignore[method-assign]
+        for name in ("_copy", "_copy_owned"):
+            setattr(snapshot.Snapshotter, name, lambda *args: None)
+    block = _BENCH.get("alternates")
+    if block:
+        pace.Pace.is_due = (  # type: ignore[method-assign]
+            lambda self, iteration: (iteration - 1) // block % 2 == 0
+        )
     hooks = NoHooks() if hooks is None else hooks
     TrainerClock(hooks)
     return pretrain_gpt.train(argv, hooks)
