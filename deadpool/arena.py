@@ -3,7 +3,8 @@
 One anonymous file (memfd) per slot, mapped by both processes, with two buffers. A buffer is a
 header page, then the payload: metadata (JSON) and tensors, the same layout in every iteration.
 A buffer is valid when its header names an iteration; the trainer takes the name away before it
-writes and puts it back after, so that a crash in between leaves no half snapshot.
+writes and puts it back after, so that a crash in between leaves no half snapshot. A header with a
+flipped bit names nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ import mmap
 import os
 import struct
 
-import xxhash
-
+from deadpool.integrity import Manifest, checksum
 from deadpool.protocol.snapshots import NUM_BUFFERS
 from deadpool.protocol.types import Iteration, Slot
 
@@ -28,13 +28,10 @@ ALIGNMENT = 64
 """Bytes; every tensor of a payload starts at a multiple."""
 
 _HEADER = struct.Struct("<8sqq")
+"""Magic, slot, iteration; the checksum of these follows."""
+_HEADER_SUM = struct.Struct("<Q")
 _MAGIC = b"DEADPOOL"
 _INVALID = -1
-
-
-def checksum(view: memoryview) -> int:
-    """XXH3, 64 bits. Run it off the event loop."""
-    return xxhash.xxh3_64_intdigest(view)
 
 
 class Arena:
@@ -83,11 +80,24 @@ class Arena:
         self._write_header(buffer, Slot(_INVALID), Iteration(_INVALID))
 
     def iteration(self, buffer: int) -> Iteration | None:
-        """What a buffer holds; None while it is invalid."""
+        """What a buffer holds; None while it is invalid, and where its header is damaged."""
+        header = self.header(buffer)
+        _, _, iteration = _HEADER.unpack_from(header)
+        if iteration < 0 or not self.has_good_header(buffer):
+            return None
+        return Iteration(iteration)
+
+    def header(self, buffer: int) -> memoryview:
+        """[HEADER_BYTES] uint8, writable."""
         assert self._map is not None
         start = buffer * buffer_bytes(self.payload_bytes)
-        magic, _, iteration = _HEADER.unpack_from(self._map, start)
-        return Iteration(iteration) if magic == _MAGIC and iteration >= 0 else None
+        return memoryview(self._map)[start : start + HEADER_BYTES]
+
+    def has_good_header(self, buffer: int) -> bool:
+        """Whether the header is as it was written, whatever it says."""
+        header = self.header(buffer)
+        (kept,) = _HEADER_SUM.unpack_from(header, _HEADER.size)
+        return bytes(header[:8]) == _MAGIC and checksum(header[: _HEADER.size]) == kept
 
     def held(self) -> list[Iteration | None]:
         """What each buffer holds."""
@@ -113,9 +123,10 @@ class Arena:
                 self.invalidate(buffer)
 
     def _write_header(self, buffer: int, slot: int, iteration: int) -> None:
-        assert self._map is not None
-        start = buffer * buffer_bytes(self.payload_bytes)
-        _HEADER.pack_into(self._map, start, _MAGIC, slot, iteration)
+        packed = _HEADER.pack(_MAGIC, slot, iteration)
+        packed += _HEADER_SUM.pack(checksum(memoryview(packed)))
+        # At once: the other process may look while it is written.
+        self.header(buffer)[: len(packed)] = packed
 
 
 def buffer_bytes(payload_bytes: int) -> int:
@@ -134,8 +145,8 @@ class Replica:
         self.descriptor = descriptor
         """Of `max(num_bytes, 1)` bytes; closed with the replica."""
         self.num_bytes = num_bytes
-        self.checksum: int | None = None
-        """XXH3 of the bytes; None while they come in."""
+        self.manifest: Manifest | None = None
+        """Of the bytes as they came in; None while they do."""
         self._map = mmap.mmap(descriptor, max(num_bytes, 1))
 
     @classmethod
@@ -190,7 +201,7 @@ class ReplicaShelf:
         self._replicas: dict[tuple[Slot, int], Replica] = {}
 
     def memory(self, slot: Slot, buffer: int, num_bytes: int) -> memoryview:
-        """[num_bytes] uint8 to receive into; its content and checksum count as lost. Allocated
+        """[num_bytes] uint8 to receive into; its content and checksums count as lost. Allocated
         where it is new or has another size. Raises OSError where there is no room for it."""
         replica = self._replicas.get((slot, buffer))
         if replica is None or replica.num_bytes != num_bytes:
@@ -198,28 +209,33 @@ class ReplicaShelf:
                 # Freed first: two of a size that fits once would not fit.
                 self._replicas.pop((slot, buffer)).close()
             replica = self._replicas[slot, buffer] = Replica.allocate(num_bytes)
-        replica.checksum = None
+        replica.manifest = None
         return replica.view
 
-    def seal(self, slot: Slot, buffer: int, checksum: int) -> None:
+    def seal(self, slot: Slot, buffer: int, manifest: Manifest) -> None:
         """The bytes are all there."""
-        self._replicas[slot, buffer].checksum = checksum
+        self._replicas[slot, buffer].manifest = manifest
 
     def view(self, slot: Slot, buffer: int) -> memoryview:
         """[num_bytes] uint8. Raises KeyError where nothing ever came in."""
         return self._replicas[slot, buffer].view
+
+    def holds(self, slot: Slot, buffer: int, manifest: Manifest) -> bool:
+        """Whether the buffer still holds this very replica."""
+        replica = self._replicas.get((slot, buffer))
+        return replica is not None and replica.manifest is manifest
 
     def descriptor(self, slot: Slot, buffer: int) -> int:
         """Of the memory, for another process to map. It is closed when a replica of another size
         takes the buffer. Raises KeyError where nothing ever came in."""
         return self._replicas[slot, buffer].descriptor
 
-    def checksum(self, slot: Slot, buffer: int) -> int:
-        """XXH3 of the bytes as they came in. Raises KeyError where they have not, or not all."""
-        checksum = self._replicas[slot, buffer].checksum
-        if checksum is None:
+    def manifest(self, slot: Slot, buffer: int) -> Manifest:
+        """Of the bytes as they came in. Raises KeyError where they have not, or not all."""
+        manifest = self._replicas[slot, buffer].manifest
+        if manifest is None:
             raise KeyError((slot, buffer))
-        return checksum
+        return manifest
 
     def close(self) -> None:
         """Give all memory back."""

@@ -15,7 +15,7 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 
-from deadpool.injection import Injection, parse_injection
+from deadpool.injection import Flip, Injection, parse_injection
 from deadpool.protocol.placement import Grid, choose_holders
 from deadpool.protocol.types import Bounds
 
@@ -40,7 +40,7 @@ class DeadpoolConfig:
 
     log_dir: str | None
     """Folder of the JSON lines: losses.jsonl, events.jsonl, final.jsonl."""
-    inject: tuple[Injection, ...]
+    inject: tuple[Injection | Flip, ...]
     """Faults to cause, for demonstrations and tests."""
     start_timeout_s: float
     """Bound of forming the job, and of each phase before the first commit."""
@@ -376,7 +376,7 @@ def check_launch(
     for injection in config.inject:
         if injection.node >= num_nodes:
             raise ConfigError(
-                f"--deadpool-inject kill-node={injection.node}: nodes are 0 to {num_nodes - 1}"
+                f"--deadpool-inject {injection.name}={injection.node}: nodes are 0 to {num_nodes - 1}"
             )
     return grid
 

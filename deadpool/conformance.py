@@ -147,6 +147,10 @@ class _Job:
         self.proposers: dict[Epoch, tuple[MemberId, str]] = {}
         self.commits: dict[Epoch, list[tuple[Iteration, str]]] = defaultdict(list)
         """As the leader said them."""
+        self.damaged: set[Iteration] = set()
+        """Of which some copy was: an epoch may go back behind them."""
+        self.reruns: list[tuple[int, str]] = []
+        """How many iterations a trainer ran again, where more than one."""
         self.captured: dict[Epoch, Iteration] = {}
         """The newest that any slot has completed."""
         self.in_force: dict[RosterId, tuple[frozenset[MemberId], str]] = {}
@@ -240,6 +244,8 @@ class _Job:
             if restart.restore is None:
                 continue
             done = max((i for x, i in self.captured.items() if x < epoch), default=restart.restore)
+            if any(i > restart.restore for i in self.damaged):
+                continue  # The guarantee is of one fault at a time.
             if done - restart.restore > 1:
                 text = f"epoch {epoch} goes back to {restart.restore} from {done}"
                 self.broken(where, text)
@@ -248,6 +254,9 @@ class _Job:
             if restart.restore < newest:
                 text = f"epoch {epoch} goes back to {restart.restore}, {newest} was committed"
                 self.broken(where, text)
+        for count, where in self.reruns:
+            if not self.damaged:
+                self.broken(where, f"{count} iterations are run again")
 
     def _check_exits(self) -> None:
         for code, where in self.told_exits[1:]:
@@ -311,7 +320,9 @@ class _Replay:
                 newest = job.captured.get(event.epoch, event.iteration)
                 job.captured[event.epoch] = max(newest, event.iteration)
             case e.TrainerSaid(message=m.Ready(iterations_rerun=count)) if count > job.most_rerun:
-                job.broken(self._where, f"{count} iterations are run again")
+                job.reruns.append((count, self._where))
+            case e.Damaged():
+                job.damaged.add(event.iteration)
 
     def _note_action(self, action: e.Action, event: e.Event) -> None:
         job, me, where = self._job, self._trace.me.member, self._where

@@ -22,7 +22,7 @@ from deadpool import job_file
 from deadpool import messages as m
 from deadpool.arena import Arena, ReplicaShelf
 from deadpool.config import DeadpoolConfig, RankEnvironment, format_address
-from deadpool.injection import Injector
+from deadpool.injection import Copy, Injector
 from deadpool.interfaces import choose_host
 from deadpool.pace import SnapshotClock
 from deadpool.peers import Peers
@@ -183,19 +183,22 @@ class GuardianProcess:
             return 2
         self._host = host
         peers = self._peers = Peers(token=self._token, deliver=self._feed)
-        shelf = ReplicaShelf()
+        shelf = self._shelf = ReplicaShelf()
+        node = Node(self._environment.node)
+        self._injector = Injector(self._config.inject, node, self._config.log_dir)
         server = self._server = ReplicaServer(
             shelf=shelf,
             token=self._token,
             host=host,
             offered=self._ask,
-            received=self._ask,
+            received=self._received,
             asked=self._ask,
+            damaged=self._note_damage,
         )
         try:
             me = Member(
                 member=MemberId(secrets.randbits(62)),
-                node=Node(self._environment.node),
+                node=node,
                 local_rank=self._environment.local_rank,
                 host=host,
                 control_port=await peers.listen(host),
@@ -206,8 +209,9 @@ class GuardianProcess:
             self._transfers = Transfers(
                 arena=self._arena,
                 token=self._token,
-                injector=Injector(self._config.inject, me.node, self._config.log_dir),
+                injector=self._injector,
                 feed=self._feed,
+                damaged=self._note_damage,
                 tell_trainer=self._tell_trainer,
                 start=self._start,
             )
@@ -253,6 +257,13 @@ class GuardianProcess:
             return kind(buffer=None, refusal="this guardian has left the job")
         return answer
 
+    def _received(self, event: e.Received) -> e.AnswerOffer:
+        answer: e.AnswerOffer = self._ask(event)
+        if not answer.refusal:
+            kept = self._shelf.view(event.slot, event.buffer)
+            self._injector.flip(Copy.REPLICA, event.iteration, kept)
+        return answer
+
     def _handle(self, event: e.Event) -> e.AnswerOffer | e.AnswerPull | None:
         core = self._core
         if core is None or self._exit.done():
@@ -279,6 +290,18 @@ class GuardianProcess:
             else:
                 self._carry_out(action)
         return answer
+
+    def _note_damage(self, event: e.Damaged) -> None:
+        """The keeper of a damaged copy says so itself, whoever leads."""
+        environment = self._environment
+        print(
+            f"deadpool: node {environment.node}, rank {environment.local_rank} of it: the copy of "
+            f"slot {event.slot} at iteration {event.iteration} in its memory is damaged and will "
+            f"not be used: {event.reason}",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._feed(event)
 
     def _fail(self, error: BaseException) -> None:
         """Our own error, after which this guardian's state is of no more use: it ends, aloud, and
@@ -494,6 +517,10 @@ class GuardianProcess:
 
     # The trainer's messages
 
+    async def _answer_aborted(self, message: m.TrainerAborted) -> None:
+        own = await self._transfers.own(message.live)
+        self._feed(e.TrainerAborted(epoch=message.epoch, store_port=message.store_port, own=own))
+
     def _tell_trainer(self, message: m.Message) -> None:
         write_message(self._trainer_writer, message)
 
@@ -511,13 +538,7 @@ class GuardianProcess:
             case m.SnapshotWanted():
                 self._transfers.deliver(message)
             case m.TrainerAborted():
-                self._feed(
-                    e.TrainerAborted(
-                        epoch=message.epoch,
-                        store_port=message.store_port,
-                        own=self._arena.iterations(),
-                    )
-                )
+                self._start(self._answer_aborted(message))
             case m.Captured():
                 self._feed(e.Captured(epoch=message.epoch, iteration=message.iteration))
             case m.Ready() | m.RegroupFailed() | m.FirstStep() | m.Finished() | m.Failed():

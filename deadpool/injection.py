@@ -1,4 +1,5 @@
-"""Faults on demand, for demonstrations and tests: `kill-node=1@iteration=7,phase=backward`."""
+"""Faults on demand, for demonstrations and tests: `kill-node=1@iteration=7,phase=backward`,
+`flip-replica=0@iteration=6`."""
 
 from __future__ import annotations
 
@@ -37,13 +38,46 @@ class Injection:
     iteration: int
     phase: InjectionPhase
 
+    @property
+    def name(self) -> str:
+        return "kill-node"
 
-_FORM = "kill-node=NODE@iteration=ITERATION,phase=PHASE"
+
+class Copy(enum.Enum):
+    """Which copy of a slot's snapshot is damaged."""
+
+    SNAPSHOT = "snapshot"
+    """Each rank's own, once its replica is staged."""
+    REPLICA = "replica"
+    """Those that the node keeps for others, once they have come in."""
 
 
-def parse_injection(spec: str) -> Injection:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Flip:
+    """Flip a bit in the middle of the copies of `iteration` in `node`'s memory."""
+
+    node: int
+    iteration: int
+    copy: Copy
+
+    @property
+    def name(self) -> str:
+        return f"flip-{self.copy.value}"
+
+
+_FORM = (
+    "kill-node=NODE@iteration=ITERATION,phase=PHASE, flip-snapshot=NODE@iteration=ITERATION or "
+    "flip-replica=NODE@iteration=ITERATION"
+)
+
+
+def parse_injection(spec: str) -> Injection | Flip:
     """Raises ValueError with what was given and what fits."""
     phases = ", ".join(phase.value for phase in InjectionPhase)
+    flip = re.fullmatch(r"flip-(snapshot|replica)=(\d+)@iteration=(\d+)", spec)
+    if flip is not None:
+        copy, node, iteration = flip.groups()
+        return Flip(node=int(node), iteration=int(iteration), copy=Copy(copy))
     match = re.fullmatch(r"kill-node=(\d+)@iteration=(\d+),phase=([\w-]+)", spec)
     if match is None:
         raise ValueError(f"{spec!r}: the form is {_FORM}, with a phase of {phases}")
@@ -58,8 +92,12 @@ def parse_injection(spec: str) -> Injection:
 class Injector:
     """Carries out the injections that concern this process's node."""
 
-    def __init__(self, injections: tuple[Injection, ...], node: int, log_dir: str | None) -> None:
-        self._due = [injection for injection in injections if injection.node == node]
+    def __init__(
+        self, injections: tuple[Injection | Flip, ...], node: int, log_dir: str | None
+    ) -> None:
+        here = [injection for injection in injections if injection.node == node]
+        self._due = [injection for injection in here if isinstance(injection, Injection)]
+        self._flips = [injection for injection in here if isinstance(injection, Flip)]
         self._node = node
         self._log_dir = log_dir
 
@@ -86,6 +124,19 @@ class Injector:
                 },
             )
         os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    def flip(self, copy: Copy, iteration: int, payload: memoryview) -> None:
+        """Damage a copy once, if that is due, and write it down."""
+        due = [x for x in self._flips if (x.copy, x.iteration) == (copy, iteration)]
+        if not due or not len(payload):
+            return
+        payload[len(payload) // 2] ^= 1
+        self._flips = [x for x in self._flips if x not in due]
+        if self._log_dir is not None:
+            append_json_line(
+                os.path.join(self._log_dir, "injections.jsonl"),
+                {"node": self._node, "iteration": iteration, "flip": copy.value},
+            )
 
 
 def append_json_line(path: str, record: dict[str, object]) -> None:

@@ -184,11 +184,11 @@ class GuardianLink:
         return taken
 
     def wait_snapshot(self, iteration: Iteration) -> m.SnapshotHere:
-        """Until the guardian has brought the snapshot. The leader bounds this wait."""
+        """Until the guardian has brought or checked the snapshot. The leader bounds this wait."""
 
         def look() -> m.SnapshotHere | None:
             self.check_epoch()
-            here = self._snapshot
+            here, self._snapshot = self._snapshot, None  # It may be asked for again.
             return here if here is not None and here.epoch == self.epoch else None
 
         here = self._wait(look, None)

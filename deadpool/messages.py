@@ -88,6 +88,8 @@ class SnapshotWanted:
 
     epoch: Epoch
     iteration: Iteration
+    is_live: bool
+    """The trainer's tensors are those of `iteration`: without a good snapshot it takes one anew."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +105,13 @@ class Captured:
 class TrainerAborted:
     """Answers EnterEpoch: the trainer stands outside every collective of earlier epochs.
 
-    store_port: of its fresh rendezvous store; 0 where none was asked for.
+    store_port: of its fresh rendezvous store; 0 where none was asked for. live: the iteration that
+    its tensors hold and it can take a snapshot of.
     """
 
     epoch: Epoch
     store_port: int
+    live: Iteration | None
 
 
 # Guardian to trainer, besides Resume
@@ -132,11 +136,12 @@ class PlanForSlot:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotHere:
-    """The snapshot of a replaced slot has come into this node's arena."""
+    """The snapshot lies in this node's arena, verified; fetched where `num_bytes` is not 0."""
 
     epoch: Epoch
     iteration: Iteration
-    buffer: int
+    buffer: int | None
+    """None: it is damaged or gone, and the trainer is to take it anew of its live state."""
     num_bytes: int
     seconds: float
 
@@ -171,6 +176,14 @@ class Offer:
     epoch: Epoch
     iteration: Iteration
     num_bytes: int
+    checksum: int | None
+    """Where the owner knows it already. Otherwise it comes behind the bytes."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sealed:
+    """All bytes of an offer were sent; this is what they must sum to. Answered by `Answer`."""
+
     checksum: int
 
 
@@ -185,8 +198,8 @@ class Pull:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """`wants_bytes` answers an offer. An answer to a pull has the bytes' number and checksum, and
-    the bytes follow. `refusal` says why not, otherwise empty."""
+    """`wants_bytes` answers an offer. An answer to a pull has the bytes' number; the bytes follow,
+    and behind them another with their checksum. `refusal` says why not, otherwise empty."""
 
     wants_bytes: bool = False
     num_bytes: int = 0
@@ -198,7 +211,7 @@ Message = (
     Hello | Upstream | Downstream
     | TrainerUp | ArenaLayout | SnapshotWanted | Captured | TrainerAborted
     | EnterEpoch | PlanForSlot | SnapshotHere | SnapshotCommitted | TrainerEnd
-    | Offer | Pull | Answer
+    | Offer | Sealed | Pull | Answer
 )  # fmt: skip
 
 TYPES: tuple[type, ...] = (
@@ -209,7 +222,7 @@ TYPES: tuple[type, ...] = (
     Leave, Fenced,
     TrainerUp, ArenaLayout, SnapshotWanted, Captured, TrainerAborted,
     EnterEpoch, PlanForSlot, SnapshotHere, SnapshotCommitted, TrainerEnd,
-    Offer, Pull, Answer,
+    Offer, Sealed, Pull, Answer,
 )  # fmt: skip
 """Indexed by the type byte."""
 

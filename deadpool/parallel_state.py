@@ -19,7 +19,7 @@ from megatron.core.parallel_state import *  # noqa: F403
 from deadpool import messages as m
 from deadpool.groups import GroupRegistry
 from deadpool.link import EpochEnded, GuardianLink, JobEnded
-from deadpool.protocol.types import Epoch, Plan, Slot
+from deadpool.protocol.types import Epoch, Iteration, Plan, Slot
 
 
 @dataclasses.dataclass(slots=True)
@@ -107,8 +107,11 @@ def create_groups(create: Callable[..., None], world_size: int) -> None:
         create(store=dist.HashStore(), rank=int(get_slot()), world_size=world_size)
 
 
-def acknowledge(abort: m.EnterEpoch) -> None:
-    """Enter the announced epoch: this process stands outside every collective."""
+def acknowledge(abort: m.EnterEpoch, live: Iteration | None = None) -> None:
+    """Enter the announced epoch: this process stands outside every collective.
+
+    live: the iteration whose state it holds and can take a snapshot of.
+    """
     state = _attached()
     state.link.epoch, state.host = abort.epoch, abort.host
     state.registry.leave(abort.epoch)
@@ -116,7 +119,7 @@ def acknowledge(abort: m.EnterEpoch) -> None:
     if abort.opens_store:
         state.store = dist.TCPStore(state.host, 0, is_master=True, wait_for_workers=False)
     port = state.store.port if state.store is not None else 0
-    state.link.send(m.TrainerAborted(epoch=abort.epoch, store_port=port))
+    state.link.send(m.TrainerAborted(epoch=abort.epoch, store_port=port, live=live))
 
 
 def adopt_plan() -> Plan:

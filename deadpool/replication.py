@@ -1,8 +1,9 @@
 """Replicas between guardians over TCP, straight from memory to memory.
 
 One connection an epoch from an owner to its holder; one a pull. Both begin with the handshake of
-`deadpool.handshake`. All of it runs on the guardian's event loop; checksums run in its executor.
-What is taken and given is decided by the callbacks of `ReplicaServer`.
+`deadpool.handshake`. All of it runs on the guardian's event loop; checksums run in its executor, of
+one chunk while the next one moves. What is taken and given is decided by the callbacks of
+`ReplicaServer`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from deadpool.arena import Replica, ReplicaShelf, checksum
+from deadpool.arena import Replica, ReplicaShelf
 from deadpool.handshake import (
     HANDSHAKE_TIMEOUT_S,
     MAX_IN_HANDSHAKE,
@@ -25,8 +26,9 @@ from deadpool.handshake import (
     Purpose,
     RefusalLog,
 )
-from deadpool.messages import Answer, Message, Offer, Pull, WireError, encode
-from deadpool.protocol.events import AnswerOffer, AnswerPull, Asked, Offered, Received
+from deadpool.integrity import Manifest, begin_sum, chunks
+from deadpool.messages import Answer, Message, Offer, Pull, Sealed, WireError, encode
+from deadpool.protocol.events import AnswerOffer, AnswerPull, Asked, Damaged, Offered, Received
 from deadpool.protocol.types import Epoch, Iteration, Member, Slot
 from deadpool.wire import checked_length, family_of, parse_message, tune
 
@@ -46,6 +48,10 @@ _ACCEPT_PAUSE_S = 1.0
 
 class ReplicaRefused(Exception):
     """The other side answered and does not take or give the replica."""
+
+
+class SnapshotDamaged(Exception):
+    """What was to be sent is not what it was."""
 
 
 class Channel:
@@ -104,10 +110,10 @@ class Channel:
     async def send_bytes(self, view: memoryview) -> None:
         await _bounded(asyncio.get_running_loop().sock_sendall(self._socket, view))
 
-    async def receive(self) -> Message:
-        """The next message; waits without bound for its first byte."""
+    async def receive(self, first_byte_timeout_s: float | None = None) -> Message:
+        """The next message; waits without bound for its first byte, unless one is given."""
         header = bytearray(4)
-        await self._receive_into(memoryview(header)[:1], timeout_s=None)
+        await self._receive_into(memoryview(header)[:1], timeout_s=first_byte_timeout_s)
         await self._receive_into(memoryview(header)[1:], timeout_s=IO_TIMEOUT_S)
         body = bytearray(checked_length(header, MAX_HEADER_BYTES))
         await self._receive_into(memoryview(body), timeout_s=IO_TIMEOUT_S)
@@ -161,8 +167,9 @@ class ReplicaServer:
 
     offered, received, asked: called on the event loop, between awaits. `received` follows an
     answer with a buffer once that buffer is full; neither comes when the owner's connection ends
-    first. Within a slot, from `offered` to `received` or that end, nothing else is offered. They
-    must not raise.
+    first. Within a slot, from `offered` to `received` or that end, nothing else is offered.
+    damaged: a replica that was asked for is not what came in; not to be given again. They must not
+    raise.
     """
 
     def __init__(
@@ -174,6 +181,7 @@ class ReplicaServer:
         offered: Callable[[Offered], AnswerOffer],
         received: Callable[[Received], AnswerOffer],
         asked: Callable[[Asked], AnswerPull],
+        damaged: Callable[[Damaged], None],
         handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
     ) -> None:
         self._shelf = shelf
@@ -181,6 +189,7 @@ class ReplicaServer:
         self._offered = offered
         self._received = received
         self._asked = asked
+        self._damaged = damaged
         self._handshake_timeout_s = handshake_timeout_s
         self._listener = socket.create_server((host, 0), family=family_of(host), backlog=128)
         self._listener.setblocking(False)
@@ -293,9 +302,14 @@ class ReplicaServer:
         except OSError as error:
             return Answer(refusal=f"no memory for a replica: {error}")
         await channel.send(Answer(wants_bytes=True))
-        await channel.receive_bytes(view)
-        found = await _checksum(view)
-        self._shelf.seal(offer.slot, verdict.buffer, found)
+        sums = await _receive_summed(channel, view)
+        sealed = await channel.receive(IO_TIMEOUT_S)
+        if not isinstance(sealed, Sealed):
+            raise WireError(f"{type(sealed).__name__} where a replica's checksum was due")
+        manifest = Manifest.of(
+            slot=offer.slot, iteration=offer.iteration, num_bytes=offer.num_bytes, sums=sums
+        )
+        self._shelf.seal(offer.slot, verdict.buffer, manifest)
         verdict = self._received(
             Received(
                 slot=offer.slot,
@@ -303,8 +317,8 @@ class ReplicaServer:
                 iteration=offer.iteration,
                 buffer=verdict.buffer,
                 num_bytes=offer.num_bytes,
-                checksum=found,
-                announced=offer.checksum,
+                checksum=manifest.root,
+                announced=sealed.checksum,
             )
         )
         return Answer(refusal=verdict.refusal)
@@ -315,13 +329,50 @@ class ReplicaServer:
             await channel.send(Answer(refusal=verdict.refusal))
             return
         view = self._shelf.view(pull.slot, verdict.buffer)
-        kept_as = self._shelf.checksum(pull.slot, verdict.buffer)
-        await channel.send(Answer(num_bytes=len(view), checksum=kept_as))
-        await channel.send_bytes(view)
+        manifest = self._shelf.manifest(pull.slot, verdict.buffer)
+        await channel.send(Answer(num_bytes=len(view)))
+        sums = await _send_summed(channel, view)
+        flaw = manifest.flaw(pull.slot, pull.iteration, sums)
+        if not flaw:
+            await channel.send(Answer(checksum=manifest.root))
+            return
+        if self._shelf.holds(pull.slot, verdict.buffer, manifest):
+            # Not because a newer replica was let into the buffer meanwhile.
+            self._damaged(Damaged(slot=pull.slot, iteration=pull.iteration, reason=flaw))
+        reason = f"its replica of slot {pull.slot} at iteration {pull.iteration} is damaged: {flaw}"
+        await channel.send(Answer(refusal=reason))
 
 
-async def _checksum(view: memoryview) -> int:
-    return await asyncio.get_running_loop().run_in_executor(None, checksum, view)
+async def _receive_summed(channel: Channel, payload: memoryview) -> list[int]:
+    """Fill `payload`; the checksums of its chunks as they came in."""
+    sums: list[asyncio.Future[int]] = []
+    for chunk in chunks(payload):
+        await channel.receive_bytes(chunk)
+        sums.append(begin_sum(chunk))
+    return [await each for each in sums]
+
+
+async def _send_summed(
+    channel: Channel,
+    payload: memoryview,
+    *,
+    halfway: Callable[[], Awaitable[None]] | None = None,
+) -> list[int]:
+    """Send `payload`; the checksums of its chunks, each of just before it went."""
+    sums: list[int] = []
+    pieces = list(chunks(payload))
+    coming = begin_sum(pieces[0]) if pieces else None
+    for index, piece in enumerate(pieces):
+        assert coming is not None
+        sums.append(await coming)
+        if index + 1 < len(pieces):
+            coming = begin_sum(pieces[index + 1])
+        middle = len(piece) // 2 if halfway is not None and index == len(pieces) // 2 else 0
+        if middle and halfway is not None:
+            await channel.send_bytes(piece[:middle])
+            await halfway()
+        await channel.send_bytes(piece[middle:])
+    return sums
 
 
 async def put_replica(
@@ -331,28 +382,34 @@ async def put_replica(
     epoch: Epoch,
     iteration: Iteration,
     payload: memoryview,
+    known: Manifest | None = None,
+    summed: Callable[[Manifest], None] = lambda manifest: None,
     halfway: Callable[[], Awaitable[None]] | None = None,
 ) -> int:
     """Stage one snapshot at its holder; returns the bytes sent (0 where it was there already).
 
-    halfway: called when half of the bytes are sent (fault injection). Raises ReplicaRefused, after
-    which the channel takes the next one, or WireError, after which it is of no more use.
+    known: what the snapshot was when it was whole, where it was read before. summed: called with
+    it where it was not, once it was read. halfway: called when half of the bytes are sent (fault
+    injection). Raises ReplicaRefused, after which the channel takes the next one, or WireError,
+    after which it is of no more use, as after SnapshotDamaged: the payload is not `known` any more.
     """
     offer = Offer(
         slot=slot,
         epoch=epoch,
         iteration=iteration,
         num_bytes=len(payload),
-        checksum=await _checksum(payload),
+        checksum=known.root if known is not None else None,
     )
     answer = await channel.ask(offer)
     if not answer.wants_bytes:
         return 0
-    middle = len(payload) // 2
-    await channel.send_bytes(payload[:middle])
-    if halfway is not None:
-        await halfway()
-    await channel.send_bytes(payload[middle:])
+    sums = await _send_summed(channel, payload, halfway=halfway)
+    if known is None:
+        known = Manifest.of(slot=slot, iteration=iteration, num_bytes=len(payload), sums=sums)
+        summed(known)
+    elif flaw := known.flaw(slot, iteration, sums):
+        raise SnapshotDamaged(flaw)
+    await channel.send(Sealed(checksum=known.root))
     await channel.answer()
     return len(payload)
 
@@ -360,10 +417,10 @@ async def put_replica(
 async def pull_replica(
     member: Member, *, token: bytes, slot: Slot, epoch: Epoch, iteration: Iteration
 ) -> Replica:
-    """Fetch a replica into fresh memory, checksum verified.
+    """Fetch a replica into fresh memory, verified by both ends.
 
-    Raises WireError, or ReplicaRefused where the holder lacks it, the bytes are damaged, or there
-    is no memory for them here.
+    Raises WireError, also for bytes that were damaged on the way, or ReplicaRefused where the
+    holder lacks it, finds it damaged, or there is no memory for it here.
     """
     channel = await Channel.connect(member, token=token)
     with contextlib.ExitStack() as stack:
@@ -374,14 +431,15 @@ async def pull_replica(
         except OSError as error:
             raise ReplicaRefused(f"no memory for the replica of slot {slot}: {error}") from error
         stack.callback(replica.close)
-        await channel.receive_bytes(replica.view)
-        found = await _checksum(replica.view)
-        if found != answer.checksum:
-            raise ReplicaRefused(
-                f"replica of slot {slot} at iteration {iteration} from node {member.node} is "
-                f"damaged: checksum {found:#x}, kept as {answer.checksum:#x}"
+        sums = await _receive_summed(channel, replica.view)
+        kept = await channel.answer()
+        found = Manifest.of(slot=slot, iteration=iteration, num_bytes=answer.num_bytes, sums=sums)
+        if found.root != kept.checksum:
+            raise WireError(
+                f"the replica of slot {slot} at iteration {iteration} from node {member.node} was "
+                f"damaged on the way: checksum {found.root:#x}, kept as {kept.checksum:#x}"
             )
         stack.pop_all()
     channel.close()
-    replica.checksum = found
+    replica.manifest = found
     return replica

@@ -60,6 +60,15 @@ class SnapshotDamaged(Exception):
     """A snapshot does not belong to the model that was built here."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rest:
+    """What a snapshot has beside the tensors of model and optimizer, which go on changing."""
+
+    iteration: Iteration
+    random: dict[str, torch.Tensor]
+    metadata: bytes
+
+
 class _Capture:
     """One snapshot on its way into the arena."""
 
@@ -128,6 +137,8 @@ class Snapshotter:
         self._capture: _Capture | None = None
         """The newest one."""
         self._queue: queue.Queue[_Capture | None] = queue.Queue()
+        self._rest: Rest | None = None
+        """Of the last snapshot sealed or loaded."""
         if self._on_device:
             self._pin()
             self._stream = torch.cuda.Stream()
@@ -195,16 +206,37 @@ class Snapshotter:
         labelled as soon as the tensors are copied, too."""
         capture = self._capture
         assert capture is not None and capture.iteration == iteration
-        for name, value in self._collect_random().items():
-            self._views[capture.buffer][f"random/{name}"].copy_(value)
-        scalars = scalar_state(self._optimizer)
-        self._write_metadata(capture.buffer, {**metadata, "optimizer": scalars})
+        self._rest = Rest(
+            iteration=iteration,
+            random={name: value.clone() for name, value in self._collect_random().items()},
+            metadata=self._encode({**metadata, "optimizer": scalar_state(self._optimizer)}),
+        )
+        self._write_rest(capture.buffer, self._rest)
         capture.is_sealed = True
         capture.is_decided.set()
 
     def _give_up_unsealed(self) -> None:
         if self._capture is not None:
             self._capture.is_decided.set()
+
+    @property
+    def sealed(self) -> Iteration | None:
+        """Of which the state beside the live tensors is at hand: see `retake`."""
+        return self._rest.iteration if self._rest is not None else None
+
+    def retake(self) -> None:
+        """Take the snapshot of `sealed` again, bit for bit, of live tensors that are still its;
+        the one in the arena is damaged. No capture is under way; nobody is told."""
+        rest = self._rest
+        assert rest is not None
+        buffer = capture_buffer(self._arena.held())
+        self._arena.invalidate(buffer)
+        torch.frombuffer(self._arena.payload(buffer), dtype=torch.uint8).zero_()  # Gaps, too.
+        with torch.no_grad():
+            for name, tensor in self._live.items():
+                self._views[buffer][name].copy_(tensor)
+        self._write_rest(buffer, rest)
+        self._arena.label(buffer, self._slot, rest.iteration)
 
     def _run_captures(self) -> None:
         """The capture thread."""
@@ -285,35 +317,47 @@ class Snapshotter:
     def load_rest(self, buffer: int) -> dict[str, Any]:
         """Random-number states and optimizer scalars into place; returns the other metadata.
 
-        Raises SnapshotDamaged where the snapshot is of another layout.
+        Raises SnapshotDamaged where the snapshot is of another layout, or cannot be read.
         """
-        metadata = self._read_metadata(buffer)
+        body = self._read_metadata(buffer)
+        try:
+            metadata: dict[str, Any] = json.loads(body)
+        except ValueError as error:
+            reason = f"the metadata of slot {self._slot}'s snapshot cannot be read: {error}"
+            raise SnapshotDamaged(reason) from error
         if metadata.pop("digest") != self._digest:
             raise SnapshotDamaged(
                 f"the snapshot of slot {self._slot} was taken of another model layout"
             )
         random_names = [e.name for e in self._entries if e.name.startswith("random/")]
-        self._restore_random(
-            {
-                name.removeprefix("random/"): self._views[buffer][name].clone()
-                for name in random_names
-            }
-        )
+        random = {
+            name.removeprefix("random/"): self._views[buffer][name].clone() for name in random_names
+        }
+        self._restore_random(random)
+        iteration = self._arena.iteration(buffer)
+        if iteration is not None:
+            self._rest = Rest(iteration=iteration, random=random, metadata=body)
         load_scalar_state(self._optimizer, metadata.pop("optimizer"))
         return metadata
 
-    def _write_metadata(self, buffer: int, metadata: dict[str, Any]) -> None:
+    def _encode(self, metadata: dict[str, Any]) -> bytes:
         body = json.dumps({**metadata, "digest": self._digest}).encode()
         if len(body) > METADATA_BYTES - 8:
             raise RuntimeError(f"snapshot metadata of {len(body)} bytes, room is for 256 KiB")
-        payload = self._arena.payload(buffer)
-        payload[:8] = len(body).to_bytes(8, "little")
-        payload[8 : 8 + len(body)] = body
+        return body
 
-    def _read_metadata(self, buffer: int) -> dict[str, Any]:
+    def _write_rest(self, buffer: int, rest: Rest) -> None:
+        for name, value in rest.random.items():
+            self._views[buffer][f"random/{name}"].copy_(value)
+        payload = self._arena.payload(buffer)
+        head = len(rest.metadata).to_bytes(8, "little") + rest.metadata
+        # What an older one left behind it is part of the bytes, and of their checksums.
+        payload[:_METADATA_BYTES] = head.ljust(_METADATA_BYTES, b"\0")
+
+    def _read_metadata(self, buffer: int) -> bytes:
         payload = self._arena.payload(buffer)
         length = int.from_bytes(payload[:8], "little")
-        return json.loads(bytes(payload[8 : 8 + length]))
+        return bytes(payload[8 : 8 + min(length, _METADATA_BYTES - 8)])
 
 
 def _digest(entries: list[Entry]) -> str:

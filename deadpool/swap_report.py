@@ -164,7 +164,7 @@ class SwapReporter:
             return None
         try:
             with open(os.path.join(self._log_dir, "injections.jsonl")) as file:
-                last = json.loads(file.readlines()[-1])
+                last = [record for record in map(json.loads, file) if "phase" in record][-1]
         except (OSError, IndexError):
             return None
         return float(last["monotonic_s"]) if last["node"] in nodes_lost else None

@@ -1,4 +1,9 @@
-"""What a guardian moves in an epoch: its slot's snapshots to the holder, a lost slot's to here."""
+"""What a guardian moves in an epoch: its slot's snapshots to the holder, a lost slot's to here; and
+what it checks before its trainer goes back to a snapshot.
+
+The sums of its own snapshots are kept here, beside the trainer's reach: made while a snapshot is
+sent, checked when it is needed. A damaged one is dropped and never offered again.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +15,18 @@ from typing import Any, TypeVar
 
 from deadpool import messages as m
 from deadpool.arena import Arena, Replica
-from deadpool.injection import InjectionPhase, Injector
+from deadpool.injection import Copy, InjectionPhase, Injector
+from deadpool.integrity import Manifest, sum_chunks
 from deadpool.protocol import events as e
-from deadpool.protocol.snapshots import capture_buffer
+from deadpool.protocol.snapshots import NUM_BUFFERS, capture_buffer
 from deadpool.protocol.types import Epoch, Iteration, Member, Slot
-from deadpool.replication import Channel, ReplicaRefused, pull_replica, put_replica
+from deadpool.replication import (
+    Channel,
+    ReplicaRefused,
+    SnapshotDamaged,
+    pull_replica,
+    put_replica,
+)
 from deadpool.wire import WireError
 
 logger = logging.getLogger(__name__)
@@ -52,7 +64,8 @@ class _Lane:
 class Transfers:
     """Carries out Put and the fetch of AdoptPlan; on the guardian's event loop.
 
-    feed: takes PutDone and FetchFailed. start: owns the tasks and reports their errors.
+    feed: takes PutDone and FetchFailed. damaged: told of own snapshots that are, once they are
+    dropped. start: owns the tasks and reports their errors.
     """
 
     def __init__(
@@ -62,6 +75,7 @@ class Transfers:
         token: bytes,
         injector: Injector,
         feed: Callable[[e.Event], None],
+        damaged: Callable[[e.Damaged], None],
         tell_trainer: Callable[[m.Message], None],
         start: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
     ) -> None:
@@ -69,6 +83,7 @@ class Transfers:
         self.token = token
         self._injector = injector
         self._feed = feed
+        self._damaged = damaged
         self._tell_trainer = tell_trainer
         self._start = start
         self._epoch = Epoch(0)
@@ -76,6 +91,10 @@ class Transfers:
         self._lane = _Lane()
         self._incoming: asyncio.Task[tuple[Replica, float]] | None = None
         self._putting: asyncio.Task[None] | None = None
+        self._manifests: dict[Iteration, Manifest] = {}
+        """Of own snapshots. Of those that the trainer has written over, too, until others come."""
+        self._check: asyncio.Task[str] | None = None
+        """Of the snapshot to restore; it outlives its epoch, so that what it finds is known."""
 
     def cancel(self) -> None:
         """The epoch has ended."""
@@ -91,16 +110,72 @@ class Transfers:
     # A replaced slot's snapshot
 
     def adopt(self, action: e.AdoptPlan) -> None:
-        """Forget snapshots past the restored one; fetch it while the trainer builds its model."""
+        """Forget snapshots past the restored one; fetch it, or check the one that is here, while
+        the trainer builds its model or groups."""
         restore = action.plan.restart.restore
         self._epoch, self._slot = action.plan.epoch, action.slot
         if restore is None:
             return
         self._arena.invalidate_after(restore)
+        self._manifests = {i: kept for i, kept in self._manifests.items() if i <= restore}
         if action.source is not None:
             self._incoming = self._begin(
                 self._fetch(self._lane, self._epoch, action.slot, restore, action.source)
             )
+        else:
+            self._check = self._start(self._find_flaw(action.slot, restore))
+
+    async def own(self, live: Iteration | None) -> frozenset[Iteration]:
+        """What this slot can be restored to from this node's memory, once what is being checked
+        has been. live: what its trainer can take a snapshot of, which needs none."""
+        if self._check is not None:
+            await asyncio.wait([self._check])
+            self._check = None
+        for buffer in range(NUM_BUFFERS if self._arena.is_attached else 0):
+            if not self._arena.has_good_header(buffer):
+                held = max(
+                    (i for i in self._manifests if capture_buffer(i) == buffer), default=None
+                )
+                if held is not None:
+                    self._drop(held, buffer, "its header names nothing any more")
+        return self._arena.iterations() | ({live} if live is not None else frozenset())
+
+    async def _finish_check(self, slot: Slot, iteration: Iteration) -> str:
+        """The one begun with the plan; a new one for what the trainer took anew."""
+        check = self._check or self._start(self._find_flaw(slot, iteration))
+        self._check = check
+        await asyncio.wait([check])  # A cancellation of this must not reach it.
+        self._check = None
+        return check.result()
+
+    async def _find_flaw(self, slot: Slot, iteration: Iteration) -> str:
+        """Why the snapshot here, which then is dropped, is not what it was; empty where it is. One
+        that was not read before, as its epoch ended first, gets its sums now."""
+        buffer = self._arena.find(iteration)
+        if buffer is None:
+            return "it is not here any more"
+        payload, known = self._arena.payload(buffer), self._manifests.get(iteration)
+        sums = await sum_chunks(payload)
+        if known is None:
+            self._keep(
+                Manifest.of(slot=slot, iteration=iteration, num_bytes=len(payload), sums=sums)
+            )
+            return ""
+        flaw = known.flaw(slot, iteration, sums)
+        if flaw:
+            self._drop(iteration, buffer, flaw)
+        return flaw
+
+    def _keep(self, manifest: Manifest) -> None:
+        oldest = manifest.iteration - NUM_BUFFERS
+        self._manifests = {i: kept for i, kept in self._manifests.items() if i > oldest}
+        self._manifests[manifest.iteration] = manifest
+
+    def _drop(self, iteration: Iteration, buffer: int, flaw: str) -> None:
+        assert self._slot is not None
+        self._arena.invalidate(buffer)
+        self._manifests.pop(iteration, None)
+        self._damaged(e.Damaged(slot=self._slot, iteration=iteration, reason=flaw))
 
     async def _fetch(
         self, lane: _Lane, epoch: Epoch, slot: Slot, iteration: Iteration, source: Member
@@ -122,14 +197,24 @@ class Transfers:
         raise asyncio.CancelledError
 
     def deliver(self, wanted: m.SnapshotWanted) -> None:
-        """The trainer's arena has its size: put the fetched snapshot there and say so."""
+        """The trainer's arena has its size: put the fetched snapshot there where one was, check it
+        where it was here, and say so. Damaged ones end the epoch, unless the trainer has better."""
         if wanted.epoch == self._epoch:
             self._begin(self._deliver(self._lane, wanted))
 
     async def _deliver(self, lane: _Lane, wanted: m.SnapshotWanted) -> None:
-        buffer, num_bytes, seconds = self._arena.find(wanted.iteration), 0, 0.0
-        if buffer is None:
-            assert self._incoming is not None and self._slot is not None
+        num_bytes, seconds = 0, 0.0
+        assert self._slot is not None
+        if self._incoming is None:
+            flaw = await self._finish_check(self._slot, wanted.iteration)
+            if not lane.is_open():
+                return
+            if flaw and not wanted.is_live:
+                reason = f"slot {self._slot} has no good snapshot of {wanted.iteration}: {flaw}"
+                self._feed(e.FetchFailed(epoch=wanted.epoch, reason=reason))
+                return
+            buffer = self._arena.find(wanted.iteration)
+        else:
             replica, seconds = await self._incoming
             if not lane.is_open():
                 return
@@ -145,6 +230,8 @@ class Transfers:
             self._arena.payload(buffer)[:] = replica.view
             replica.close()
             self._arena.label(buffer, self._slot, wanted.iteration)
+            assert replica.manifest is not None
+            self._keep(replica.manifest)
         self._tell_trainer(
             m.SnapshotHere(
                 epoch=wanted.epoch,
@@ -171,9 +258,10 @@ class Transfers:
         if not lane.is_open():
             return
         buffer = self._arena.find(action.iteration)
-        assert buffer is not None, (
-            f"iteration {action.iteration} was written over before its commit"
-        )
+        if buffer is None:
+            reason = f"the snapshot of {action.iteration} is gone before its commit"
+            self._feed(e.FetchFailed(epoch=action.epoch, reason=reason))
+            return
         while lane.is_open():
             try:
                 if lane.channel is None:
@@ -184,8 +272,15 @@ class Transfers:
                     epoch=action.epoch,
                     iteration=action.iteration,
                     payload=self._arena.payload(buffer),
+                    known=self._manifests.get(action.iteration),
+                    summed=self._keep,
                     halfway=halfway,
                 )
+            except SnapshotDamaged as error:
+                lane.hang_up()
+                self._drop(action.iteration, buffer, str(error))
+                self._feed(e.FetchFailed(epoch=action.epoch, reason=f"a damaged snapshot: {error}"))
+                return
             except (WireError, ReplicaRefused) as error:
                 lane.hang_up()
                 logger.info(
@@ -197,6 +292,7 @@ class Transfers:
                 )
                 await asyncio.sleep(_RETRY_S)
                 continue
+            self._injector.flip(Copy.SNAPSHOT, action.iteration, self._arena.payload(buffer))
             if lane.is_open():
                 self._feed(e.PutDone(epoch=action.epoch, iteration=action.iteration))
                 return

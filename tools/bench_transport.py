@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from deadpool import replication
+from deadpool import integrity
 from deadpool.arena import ReplicaShelf, available_bytes
 from deadpool.process import die_with_parent
 from deadpool.protocol.events import AnswerOffer, AnswerPull
@@ -165,14 +165,14 @@ def measure_socket(num_bytes: int, num_rounds: int) -> Figure:
 
 def measure_replica(num_bytes: int, num_rounds: int, *, with_checksum: bool = True) -> Figure:
     """In production buffers alternate; here one is enough, as nothing reads the other."""
-    given = replication.checksum
+    given = integrity.checksum
     if not with_checksum:
-        replication.checksum = lambda view: 0
+        integrity.checksum = lambda view: 0
     try:
         method = "replica" if with_checksum else "no-checksum"
         return _measure_replica(method, num_bytes, num_rounds)
     finally:
-        replication.checksum = given
+        integrity.checksum = given
 
 
 def _measure_replica(method: str, num_bytes: int, num_rounds: int) -> Figure:
@@ -200,6 +200,7 @@ async def _serve(listener: socket.socket) -> None:
             buffer=None, refusal="" if event.checksum == event.announced else "damaged"
         ),
         asked=lambda event: AnswerPull(buffer=None, refusal="a benchmark"),
+        damaged=lambda event: None,
     )
     sock, _ = listener.accept()
     sock.sendall(b"%d" % server.port)

@@ -276,7 +276,7 @@ class DeadpoolHooks:
         assert abort is not None
         if self._snapshots is not None:
             self._snapshots.settle()
-        parallel_state.acknowledge(abort)
+        parallel_state.acknowledge(abort, self._live_snapshot())
 
     def _rejoin(self, trainer: Any) -> None:
         """Go through epochs until one trains. The leader bounds every one of them."""
@@ -305,8 +305,8 @@ class DeadpoolHooks:
         parallel_state.reconstruct_groups(self._config.build_timeout_s)
         regrouped = time.monotonic()
         trainer.discard_partial_iteration()
-        here = self._load(restore)
-        metadata = self._snapshots.load_rest(here.buffer)
+        here, buffer = self._load(restore)
+        metadata = self._snapshots.load_rest(buffer)
         trainer.state = TrainState.from_dict(metadata["state"])
         trainer.scheduler.num_steps = 0  # load_state_dict adds to it (megatron-core 0.16.1).
         trainer.scheduler.load_state_dict(metadata["scheduler"])
@@ -330,22 +330,32 @@ class DeadpoolHooks:
         self._link.wait_resume()
         self._resumed_at = time.monotonic()
 
-    def _load(self, iteration: Iteration) -> m.SnapshotHere:
-        """Main parameters and moments of `iteration` into place, unless they are there already."""
+    def _live_snapshot(self) -> Iteration | None:
+        """What a snapshot can be taken of, were all copies in memory damaged."""
+        if self._snapshots is None or self._live != self._snapshots.sealed:
+            return None
+        return self._live
+
+    def _load(self, iteration: Iteration) -> tuple[m.SnapshotHere, int]:
+        """Main parameters and moments of `iteration` into place, unless they are there already;
+        what the guardian said, and the buffer with the rest of the state."""
         assert self._snapshots is not None
-        epoch = self._link.epoch
-        buffer = self._arena.find(iteration)
-        if buffer is not None:
-            here = m.SnapshotHere(
-                epoch=epoch, iteration=iteration, buffer=buffer, num_bytes=0, seconds=0.0
-            )
-        else:
-            self._link.send(m.SnapshotWanted(epoch=epoch, iteration=iteration))
-            here = self._link.wait_snapshot(iteration)
+        is_live = self._live_snapshot() == iteration
+        here = self._ask_for_snapshot(iteration, is_live=is_live)
+        if here.buffer is None:
+            assert is_live
+            self._snapshots.retake()
+            here = self._ask_for_snapshot(iteration, is_live=False)
+            assert here.buffer is not None
         if self._live != iteration:
             self._live = None
             self._snapshots.load_tensors(here.buffer)
-        return here
+        return here, here.buffer
+
+    def _ask_for_snapshot(self, iteration: Iteration, *, is_live: bool) -> m.SnapshotHere:
+        epoch = self._link.epoch
+        self._link.send(m.SnapshotWanted(epoch=epoch, iteration=iteration, is_live=is_live))
+        return self._link.wait_snapshot(iteration)
 
     def _send_ready(
         self, seconds: dict[str, float], *, num_bytes: int, iterations_rerun: int

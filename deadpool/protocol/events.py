@@ -160,7 +160,8 @@ class Offered:
     epoch: Epoch
     iteration: Iteration
     num_bytes: int
-    checksum: int
+    checksum: int | None
+    """None where the owner has not read the bytes yet: then they are wanted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,10 +188,20 @@ class Asked:
     iteration: Iteration
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Damaged:
+    """A snapshot in this node's memory, of its own slot or a replica, is not what it was. It is
+    never used again. Own snapshots are left out of `TrainerAborted.own` by who says this."""
+
+    slot: Slot
+    iteration: Iteration
+    reason: str
+
+
 Event = (
     Started | Contact | FromFollower | FollowerGone | FromLeader | LeaderGone | Dead | Tick
     | TrainerAborted | TrainerSaid | TrainerDied | EndAsked | DrainAsked
-    | Captured | PutDone | FetchFailed | Offered | Received | Asked
+    | Captured | PutDone | FetchFailed | Offered | Received | Asked | Damaged
 )  # fmt: skip
 
 # Actions

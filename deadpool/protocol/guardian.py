@@ -590,6 +590,12 @@ class Guardian:
     def _asked(self, event: e.Asked) -> list[Action | StepDown]:
         return [self.shelf.answer_pull(event, self.promised)]
 
+    def _damaged(self, event: e.Damaged) -> list[Action | StepDown]:
+        """Not told at once: whoever needed it says that the epoch fails, and the answer to the
+        next Abort is without it."""
+        self.shelf.drop(event.slot, event.iteration)
+        return []
+
 
 _TABLE: dict[type, Callable[[Guardian, Any], list[Action | StepDown]]] = {
     e.Started: Guardian._started,
@@ -611,6 +617,7 @@ _TABLE: dict[type, Callable[[Guardian, Any], list[Action | StepDown]]] = {
     e.Offered: Guardian._offered,
     e.Received: Guardian._received,
     e.Asked: Guardian._asked,
+    e.Damaged: Guardian._damaged,
 }
 
 _Handler = Callable[[Guardian, Any], list[Action | StepDown]]

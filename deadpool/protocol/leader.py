@@ -47,7 +47,7 @@ from deadpool.protocol.types import (
 )
 
 MAX_FAILED_REGROUPS = 5
-"""Attempts to build groups without a new loss, one after the other, before the job ends."""
+"""Attempts to build groups and restore without a commit in between, before the job ends."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -620,7 +620,6 @@ class Leader:
         assert self._accepts is not None and self._roster is not None
         if len(self._ready) < self._grid.world_size or not self._accepts.is_passed:
             return []
-        self._num_failed_regroups = 0
         self._has_trained = True
         resume = ToFollowers(
             members=tuple(x.member for x in self._roster.members),
@@ -681,6 +680,7 @@ class Leader:
         if not self._commits.stage(sender, message.iteration):
             return []
         self.committed = message.iteration
+        self._num_failed_regroups = 0
         assert self._roster is not None
         committed = m.Committed(epoch=self.epoch, iteration=message.iteration)
         return [ToFollowers(members=self._roster.slots, message=committed)]
@@ -792,6 +792,7 @@ _TABLE: dict[Phase, dict[type, _Handler]] = {
     Phase.TRAINING: {
         **_WHILE_RUNNING,
         m.Accepted: Leader._take_accepted,
+        m.RegroupFailed: Leader._regroup_failed,
         m.Staged: Leader._take_staged,
         m.FirstStep: Leader._take_first_step,
         m.Finished: Leader._take_finished,

@@ -61,6 +61,10 @@ class BufferLedger:
         """The buffer is whole."""
         self._kept[buffer] = kept
 
+    def drop(self, iteration: Iteration) -> None:
+        """It is damaged."""
+        self._kept = [None if kept and kept.iteration == iteration else kept for kept in self._kept]
+
     def forget_after(self, iteration: Iteration) -> None:
         """What lies on a timeline that the job has left."""
         self._kept = [None if kept and kept.iteration > iteration else kept for kept in self._kept]
@@ -91,17 +95,20 @@ class ShelfLedger:
         for ledger in self._slots.values():
             ledger.forget_after(iteration)
 
+    def drop(self, slot: Slot, iteration: Iteration) -> None:
+        """A replica turned out to be damaged; nothing where it is not kept."""
+        if slot in self._slots:
+            self._slots[slot].drop(iteration)
+
     def answer_offer(self, offer: Offered, epoch: Epoch) -> AnswerOffer:
         if offer.epoch != epoch:
             return AnswerOffer(buffer=None, refusal=f"epoch {offer.epoch}, now is {epoch}")
         if not 0 <= offer.slot < self._world_size:
             return AnswerOffer(buffer=None, refusal=f"there is no slot {offer.slot}")
         ledger = self[offer.slot]
-        offered = Kept(
-            iteration=offer.iteration, num_bytes=offer.num_bytes, checksum=offer.checksum
-        )
         buffer = ledger.find(offer.iteration)
-        if buffer is not None and ledger.kept(buffer) == offered:
+        kept = ledger.kept(buffer) if buffer is not None else None
+        if kept and (kept.num_bytes, kept.checksum) == (offer.num_bytes, offer.checksum):
             return AnswerOffer(buffer=None, refusal="")
         return AnswerOffer(buffer=ledger.open(offer.iteration), refusal="")
 

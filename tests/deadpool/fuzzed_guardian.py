@@ -31,7 +31,7 @@ def answer(sock: socket.socket, arena: Arena) -> int:
     while True:
         message = link.receive()
         if isinstance(message, m.EnterEpoch):
-            link.send(m.TrainerAborted(epoch=message.epoch, store_port=1))
+            link.send(m.TrainerAborted(epoch=message.epoch, store_port=1, live=None))
         elif isinstance(message, m.PlanForSlot):
             epoch = message.plan.epoch
             link.send(m.Ready(epoch=epoch, seconds={}, num_bytes=0, iterations_rerun=0))

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deadpool.arena import HEADER_BYTES, Arena, Replica, ReplicaShelf, checksum
+from deadpool.arena import HEADER_BYTES, Arena, Replica, ReplicaShelf
+from deadpool.integrity import Manifest, checksum
 from deadpool.protocol.snapshots import NUM_BUFFERS
 from deadpool.protocol.types import Iteration, Slot
 
@@ -108,6 +109,23 @@ def test_arena_iteration_zero_is_an_iteration(arenas: tuple[Arena, Arena]) -> No
     assert trainer.iterations() == {0} and trainer.find(Iteration(0)) == 1
 
 
+@pytest.mark.parametrize("byte", range(32))
+def test_arena_header_with_a_flipped_bit_names_nothing(
+    arenas: tuple[Arena, Arena], byte: int
+) -> None:
+    trainer, guardian = arenas
+    trainer.resize(100)
+    guardian.attach(100)
+    for bit in range(8):
+        trainer.label(0, SLOT, Iteration(4))
+        trainer.label(1, SLOT, Iteration(5))
+        trainer.header(1)[byte] ^= 1 << bit
+        assert guardian.iterations() == {4} and guardian.find(Iteration(5)) is None
+        assert guardian.has_good_header(0) and not guardian.has_good_header(1)
+        guardian.invalidate(1)
+        assert guardian.has_good_header(1) and guardian.iterations() == {4}
+
+
 @given(st.binary(min_size=1, max_size=200), st.data())
 def test_checksum_changes_with_any_flipped_bit(content: bytes, data: st.DataObject) -> None:
     bit = data.draw(st.integers(0, len(content) * 8 - 1))
@@ -139,18 +157,20 @@ def test_shelf_memory_of_another_size_is_fresh_and_leaves_other_buffers() -> Non
     assert shelf.num_bytes == 150
 
 
-def test_shelf_checksum_is_known_from_seal_until_the_memory_is_asked_for_again() -> None:
+def test_shelf_manifest_is_known_from_seal_until_the_memory_is_asked_for_again() -> None:
     shelf = ReplicaShelf()
     with pytest.raises(KeyError):
-        shelf.checksum(SLOT, 0)
+        shelf.manifest(SLOT, 0)
     shelf.memory(SLOT, 0, 100)
     with pytest.raises(KeyError):
-        shelf.checksum(SLOT, 0)
-    shelf.seal(SLOT, 0, 1 << 63)
-    assert shelf.checksum(SLOT, 0) == 1 << 63
+        shelf.manifest(SLOT, 0)
+    manifest = Manifest.of(slot=SLOT, iteration=Iteration(1), num_bytes=100, sums=[1 << 63])
+    shelf.seal(SLOT, 0, manifest)
+    assert shelf.manifest(SLOT, 0) == manifest and shelf.holds(SLOT, 0, manifest)
     shelf.memory(SLOT, 0, 100)
+    assert not shelf.holds(SLOT, 0, manifest)
     with pytest.raises(KeyError):
-        shelf.checksum(SLOT, 0)
+        shelf.manifest(SLOT, 0)
 
 
 def test_shelf_memory_is_mapped_by_another_process_of_the_machine() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -11,17 +12,19 @@ from typing import Any
 
 import pytest
 
+from deadpool import integrity, replication
 from deadpool import messages as m
-from deadpool import replication
-from deadpool.arena import ReplicaShelf, checksum
+from deadpool.arena import ReplicaShelf
+from deadpool.integrity import Manifest, checksum, chunks
 from deadpool.messages import Answer, Offer
-from deadpool.protocol.events import AnswerOffer, AnswerPull, Asked, Offered, Received
+from deadpool.protocol.events import AnswerOffer, AnswerPull, Asked, Damaged, Offered, Received
 from deadpool.protocol.snapshots import NUM_BUFFERS
 from deadpool.protocol.types import Epoch, Iteration, Member, MemberId, Node, Slot
 from deadpool.replication import (
     Channel,
     ReplicaRefused,
     ReplicaServer,
+    SnapshotDamaged,
     pull_replica,
     put_replica,
 )
@@ -42,7 +45,7 @@ class Host:
         self.epoch = Epoch(1)
         self.held: dict[tuple[Slot, int], tuple[int, int, int]] = {}
         """Iteration, num_bytes and checksum by slot and buffer."""
-        self.asked_with: list[Offered | Received | Asked] = []
+        self.asked_with: list[Offered | Received | Asked | Damaged] = []
         self.server = ReplicaServer(
             shelf=self.shelf,
             token=TOKEN,
@@ -50,6 +53,7 @@ class Host:
             offered=self.offered,
             received=self.received,
             asked=self.asked,
+            damaged=self.damaged,
             handshake_timeout_s=handshake_timeout_s,
         )
         self.member = Member(
@@ -87,6 +91,14 @@ class Host:
             if (slot, iteration, event.epoch) == (event.slot, event.iteration, self.epoch):
                 return AnswerPull(buffer=buffer, refusal="")
         return AnswerPull(buffer=None, refusal=f"no iteration {event.iteration} here")
+
+    def damaged(self, event: Damaged) -> None:
+        self.asked_with.append(event)
+        self.held = {
+            (slot, buffer): kept
+            for (slot, buffer), kept in self.held.items()
+            if (slot, kept[0]) != (event.slot, event.iteration)
+        }
 
     def holds(self) -> set[tuple[int, int]]:
         return {(slot, iteration) for (slot, _), (iteration, _, _) in self.held.items()}
@@ -155,13 +167,24 @@ def offer(payload: bytes, iteration: int, **changes: Any) -> Offer:
         "epoch": Epoch(1),
         "iteration": Iteration(iteration),
         "num_bytes": len(payload),
-        "checksum": checksum(memoryview(payload)),
+        "checksum": None,
         **changes,
     }
     return Offer(**given)
 
 
 PAYLOAD = os.urandom(3_000_001)
+
+
+@pytest.fixture(autouse=True, params=[16 << 20, 1 << 20], ids=["one chunk", "three chunks"])
+def chunk_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(integrity, "CHUNK_BYTES", request.param)
+    return request.param
+
+
+def manifest_of(payload: bytes, iteration: int) -> Manifest:
+    sums = [checksum(chunk) for chunk in chunks(memoryview(payload))]
+    return Manifest.of(slot=SLOT, iteration=Iteration(iteration), num_bytes=len(payload), sums=sums)
 
 
 def test_replica_put_and_pulled_comes_back_byte_for_byte() -> None:
@@ -192,12 +215,12 @@ def test_callbacks_are_told_what_was_offered_received_and_asked() -> None:
         async with hosts() as (host,):
             await put(host, 7, PAYLOAD)
             await pull(host, 7)
-            given = checksum(memoryview(PAYLOAD))
+            given = manifest_of(PAYLOAD, 7).root
             same: dict[str, Any] = {
                 "slot": SLOT, "epoch": Epoch(1), "iteration": Iteration(7)
             }  # fmt: skip
             assert host.asked_with == [
-                Offered(num_bytes=len(PAYLOAD), checksum=given, **same),
+                Offered(num_bytes=len(PAYLOAD), checksum=None, **same),
                 Received(buffer=0, num_bytes=len(PAYLOAD), checksum=given, announced=given, **same),
                 Asked(**same),
             ]
@@ -224,10 +247,12 @@ def test_one_channel_takes_replica_after_replica_and_goes_on_after_a_refusal() -
 def test_offer_of_what_is_held_sends_no_bytes() -> None:
     async def test() -> None:
         async with hosts() as (host,):
-            await put(host, 7, PAYLOAD)
-            assert await put(host, 7, PAYLOAD) == 0
+            summed: list[Manifest] = []
+            await put(host, 7, PAYLOAD, summed=summed.append)
+            assert summed == [manifest_of(PAYLOAD, 7)]
+            assert await put(host, 7, PAYLOAD, known=summed[0]) == 0
             host.epoch = Epoch(2)  # A restored iteration is staged anew in the next epoch.
-            assert await put(host, 7, PAYLOAD) == 0
+            assert await put(host, 7, PAYLOAD, known=summed[0]) == 0
 
     run(test)
 
@@ -244,33 +269,134 @@ def test_replica_of_another_size_takes_the_buffer() -> None:
     run(test)
 
 
-def test_flipped_byte_on_the_way_is_refused_and_leaves_the_older_replica() -> None:
+# Damage
+
+PLACES = [0, 1_500_000, 3_000_000]
+"""First, middle and last chunk."""
+
+
+class FlippingChannel(Channel):
+    """One bit of what is sent is flipped on the way: at byte `place` of the payload, or in the
+    checksum behind it (None). Everything else is as sent."""
+
+    place: int | None
+    sent: int
+
+    async def send_bytes(self, view: memoryview) -> None:
+        if self.place is not None and len(view) > 1000:
+            if self.sent <= self.place < self.sent + len(view):
+                view = memoryview(bytearray(view))
+                view[self.place - self.sent] ^= 4
+            self.sent += len(view)
+        await super().send_bytes(view)
+
+    async def send(self, message: m.Message) -> None:
+        if isinstance(message, m.Sealed) and self.place is None:
+            message = m.Sealed(checksum=message.checksum ^ 4)
+        await super().send(message)
+
+
+@pytest.mark.parametrize("place", [*PLACES, None])
+def test_flipped_bit_on_the_way_to_the_holder_is_refused_and_leaves_the_older_replica(
+    place: int | None,
+) -> None:
     async def test() -> None:
         async with hosts() as (host,):
             await put(host, 6, PAYLOAD)
-
-            async def flip() -> None:
-                """Memory changes between the checksum and the second half of the bytes."""
-                payload[2_000_000] ^= 1
-
-            payload = memoryview(bytearray(PAYLOAD))
-            with pytest.raises(ReplicaRefused, match="checksum"):
-                await put(host, 7, payload, halfway=flip)
-            assert host.holds() == {(SLOT, 6)}
+            with contextlib.closing(await connect(host)) as channel:
+                channel.__class__ = FlippingChannel
+                channel.place, channel.sent = place, 0  # type: ignore[attr-defined]
+                with pytest.raises(ReplicaRefused, match="checksum"):
+                    await put_on(channel, host, 7, PAYLOAD)
+                assert host.holds() == {(SLOT, 6)}
+                channel.__class__ = Channel
+                await put_on(channel, host, 7, PAYLOAD)  # Sent again, it is as it was.
+            assert await pull(host, 7) == PAYLOAD
             assert await pull(host, 6) == PAYLOAD
 
     run(test)
 
 
-def test_flipped_byte_in_the_holders_memory_is_refused_by_who_pulls() -> None:
+@pytest.mark.parametrize("place", PLACES)
+def test_flipped_bit_on_the_way_to_who_pulls_is_found_there_and_the_replica_kept(
+    place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def test() -> None:
         async with hosts() as (host,):
             await put(host, 7, PAYLOAD)
-            host.shelf.view(SLOT, 0)[99] ^= 1
-            with pytest.raises(ReplicaRefused, match="damaged"):
+            FlippingChannel.place, FlippingChannel.sent = place, 0
+            monkeypatch.setattr(replication, "Channel", FlippingChannel)
+            with pytest.raises(WireError, match="damaged on the way"):
                 await pull(host, 7)
+            monkeypatch.setattr(replication, "Channel", Channel)
+            assert await pull(host, 7) == PAYLOAD
+            assert not [x for x in host.asked_with if isinstance(x, Damaged)]
 
     run(test)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_flipped_bit_in_the_holders_memory_is_refused_said_and_not_given_again(
+    place: int,
+) -> None:
+    async def test() -> None:
+        async with hosts() as (host,):
+            await put(host, 6, PAYLOAD)
+            await put(host, 7, PAYLOAD)
+            buffer = next(b for (_, b), kept in host.held.items() if kept[0] == 7)
+            host.shelf.view(SLOT, buffer)[place] ^= 1
+            with pytest.raises(ReplicaRefused, match=r"slot 3 at iteration 7 is damaged: bytes"):
+                await pull(host, 7)
+            (said,) = [x for x in host.asked_with if isinstance(x, Damaged)]
+            assert (said.slot, said.iteration) == (SLOT, 7)
+            with pytest.raises(ReplicaRefused, match="no iteration 7 here"):
+                await pull(host, 7)
+            assert await pull(host, 6) == PAYLOAD
+
+    run(test)
+
+
+@pytest.mark.parametrize("what", ["sum", "root", "iteration"])
+def test_replica_whose_manifest_was_damaged_is_not_given(what: str) -> None:
+    async def test() -> None:
+        async with hosts() as (host,):
+            await put(host, 7, PAYLOAD)
+            kept = host.shelf.manifest(SLOT, 0)
+            changes: dict[str, Any] = {
+                "sum": {"sums": (*kept.sums[:-1], kept.sums[-1] ^ 1)},
+                "root": {"root": kept.root ^ 1},
+                "iteration": {"iteration": Iteration(8)},
+            }[what]
+            host.shelf.seal(SLOT, 0, dataclasses.replace(kept, **changes))
+            if what == "iteration":  # It follows from the question, and is never read.
+                assert await pull(host, 7) == PAYLOAD
+                return
+            with pytest.raises(ReplicaRefused, match="checksums themselves"):
+                await pull(host, 7)
+            assert host.holds() == set()
+
+    run(test)
+
+
+def test_snapshot_that_is_not_what_was_read_before_is_not_sent_as_such() -> None:
+    async def test() -> None:
+        async with hosts() as (host,):
+            payload = bytearray(PAYLOAD)
+            payload[2_999_999] ^= 1
+            with pytest.raises(SnapshotDamaged, match="bytes"):
+                await put(host, 7, payload, known=manifest_of(PAYLOAD, 7))
+            await drained(host)
+            assert host.holds() == set()
+
+    run(test)
+
+
+def test_replica_is_of_its_slot_and_iteration_alone() -> None:
+    kept = manifest_of(PAYLOAD, 7)
+    sums = list(kept.sums)
+    assert kept.flaw(SLOT, Iteration(7), sums) == ""
+    assert kept.flaw(Slot(2), Iteration(7), sums)
+    assert kept.flaw(SLOT, Iteration(6), sums)
 
 
 def test_epoch_that_ends_while_bytes_come_in_leaves_no_replica() -> None:

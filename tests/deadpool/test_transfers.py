@@ -62,6 +62,7 @@ class Bench:
             token=b"token",
             injector=Injector((), 0, None),
             feed=self.events.append,
+            damaged=self.events.append,
             tell_trainer=lambda message: None,
             start=asyncio.get_running_loop().create_task,
         )
