@@ -376,7 +376,8 @@ def check_launch(
     for injection in config.inject:
         if injection.node >= num_nodes:
             raise ConfigError(
-                f"--deadpool-inject {injection.name}={injection.node}: nodes are 0 to {num_nodes - 1}"
+                f"--deadpool-inject {injection.name}={injection.node}: nodes are 0 to "
+                f"{num_nodes - 1}"
             )
     return grid
 

@@ -172,10 +172,10 @@ class Transfers:
         self._manifests[manifest.iteration] = manifest
 
     def _drop(self, iteration: Iteration, buffer: int, flaw: str) -> None:
-        assert self._slot is not None
+        """One that has sums."""
         self._arena.invalidate(buffer)
-        self._manifests.pop(iteration, None)
-        self._damaged(e.Damaged(slot=self._slot, iteration=iteration, reason=flaw))
+        slot = self._manifests.pop(iteration).slot
+        self._damaged(e.Damaged(slot=slot, iteration=iteration, reason=flaw))
 
     async def _fetch(
         self, lane: _Lane, epoch: Epoch, slot: Slot, iteration: Iteration, source: Member

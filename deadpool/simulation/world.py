@@ -643,6 +643,8 @@ class World:
         elif state is COMPUTES:
             if self._peers_are(p, IN_LOOP, p.completed):
                 yield "reduces"
+            if self.regroup_failures_left and p.puts and p.resumed == p.epoch:
+                yield "finds damage"
         elif state is REDUCED and (
             p.committed >= (p.epoch, p.completed) or not self.mistakes.waits_for_commit
         ):
@@ -731,6 +733,13 @@ class World:
         p.state, p.plan = WAITS_PLAN, None
         failed = m.RegroupFailed(epoch=p.epoch, reason="no route")
         self.handle(member, e.TrainerSaid(message=failed))
+
+    def _finds_damage(self, member: MemberId, p: Process) -> None:
+        """In its own snapshot, while that goes to the holder. The live state still is what the
+        snapshot was, so that it goes on counting as held."""
+        self.regroup_failures_left -= 1
+        p.puts = ()
+        self.handle(member, e.FetchFailed(epoch=p.epoch, reason="a damaged snapshot"))
 
     def _resumes(self, member: MemberId, p: Process) -> None:
         if p.completed < self.last:
@@ -919,6 +928,7 @@ _TRAINER: dict[str, Callable[[World, MemberId, Process], None]] = {
     "takes plan": World._takes_plan,
     "restores": World._restores,
     "fails to regroup": World._fails_to_regroup,
+    "finds damage": World._finds_damage,
     "resumes": World._resumes,
     "reduces": World._reduces,
     "steps": World._steps,

@@ -1,6 +1,6 @@
-"""Copies of a snapshot are damaged at rest, then a node dies: the damaged copy is not used. What is
-left decides: live state, another copy, the iteration before, or the end with exit code 4; losses are
-an unfailed run's, bit for bit."""
+"""Copies of a snapshot are damaged at rest, then a node dies: the damaged copy is not used. What
+is left decides: live state, another copy, the iteration before, or the end with exit code 4; losses
+are an unfailed run's, bit for bit."""
 
 from __future__ import annotations
 

@@ -153,6 +153,53 @@ def test_snapshot_moved_as_bytes_restores_another_process_of_the_slot(
     assert replacement.whole_state() == rank.whole_state()
 
 
+def test_snapshot_retaken_of_live_state_is_the_same_in_every_bit(
+    make_rank: Callable[..., Rank],
+) -> None:
+    """Also of what goes on changing before the next step: random numbers and counters."""
+    rank = make_rank()
+    rank.train(2)
+    for iteration in (1, 2, 3):  # The third has been written over a longer one.
+        rank.snapshots.capture_tensors(Iteration(iteration))
+        rank.snapshots.seal(Iteration(iteration), {**METADATA, "more": "x" * (99 // iteration)})
+    (buffer,) = [b for i, b in rank.captured if i == 3]
+    before = bytes(rank.arena.payload(buffer))
+    for place in (3, 1 << 17, len(before) // 2, len(before) - 1):
+        rank.arena.payload(buffer)[place] ^= 1
+    rank.arena.invalidate(buffer)
+    torch.randn(8, generator=rank.random)
+    rank.optimizer.grad_scaler.growth += 1
+    assert rank.snapshots.sealed == 3
+    rank.snapshots.retake()
+    assert bytes(rank.arena.payload(buffer)) == before
+    assert rank.arena.find(Iteration(3)) == buffer
+    assert len(rank.captured) == 3  # Nobody is told.
+
+
+def test_snapshot_loaded_can_be_retaken(make_rank: Callable[..., Rank]) -> None:
+    rank = make_rank()
+    rank.train(2)
+    rank.take(6)
+    before = bytes(rank.arena.payload(0))
+    rank.train(1)
+    rank.take(7)
+    rank.load(0)
+    assert rank.snapshots.sealed == 6
+    rank.arena.payload(0)[1 << 18] ^= 1
+    rank.snapshots.retake()
+    assert bytes(rank.arena.payload(0)) == before
+
+
+def test_snapshot_whose_metadata_cannot_be_read_raises_damaged(
+    make_rank: Callable[..., Rank],
+) -> None:
+    rank = make_rank()
+    rank.take(6)
+    rank.arena.payload(0)[8] ^= 1
+    with pytest.raises(SnapshotDamaged, match="cannot be read"):
+        rank.snapshots.load_rest(0)
+
+
 def test_snapshot_before_the_first_step_restores_fresh_moments(
     make_rank: Callable[..., Rank],
 ) -> None:

@@ -186,14 +186,24 @@ def test_join_under_the_name_of_a_live_node_is_refused() -> None:
 def test_regroup_failures_are_retried_then_end() -> None:
     world = training()
     world.regroup_failures_left = MAX_FAILED_REGROUPS + 1
-    failed = m.RegroupFailed(epoch=Epoch(1), reason="no route")
-    assert told(world, 1, failed) == []  # It trains.
     leads = lead_by(world)
     for attempt in range(MAX_FAILED_REGROUPS + 1):
         leads.phase = Phase.REGROUPING
         told(world, 1, m.RegroupFailed(epoch=leads.epoch, reason="no route"))
         assert (leads.end is not None) == (attempt == MAX_FAILED_REGROUPS)
     assert leads.end is not None and "no route" in leads.end.reason
+
+
+def test_regroup_failure_while_it_trains_begins_an_epoch_and_a_commit_clears_the_count() -> None:
+    """A snapshot that is brought to a new holder may turn out to be damaged."""
+    world = training()
+    for epoch in range(1, 2 * MAX_FAILED_REGROUPS):
+        ((leader_, leads),) = world.leaders()
+        failed = m.RegroupFailed(epoch=Epoch(epoch), reason="a damaged snapshot")
+        world.handle(leader_, e.FromFollower(sender=MemberId(1), message=failed))
+        assert (leads.phase, leads.epoch, leads.end) == (Phase.ABORTING, epoch + 1, None)
+        world = run_quietly(world, lambda w, new=epoch + 1: new in w.history.commits)
+        assert lead_by(world).phase is Phase.TRAINING
 
 
 def test_failed_trainer_ends_the_job_with_its_code_and_cause() -> None:
