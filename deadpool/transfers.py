@@ -172,10 +172,12 @@ class Transfers:
         self._manifests[manifest.iteration] = manifest
 
     def _drop(self, iteration: Iteration, buffer: int, flaw: str) -> None:
-        """One that has sums."""
-        self._arena.invalidate(buffer)
-        slot = self._manifests.pop(iteration).slot
-        self._damaged(e.Damaged(slot=slot, iteration=iteration, reason=flaw))
+        """One that has sums, once."""
+        manifest = self._manifests.pop(iteration, None)
+        if manifest is not None:
+            self._arena.invalidate(buffer)
+            damaged = e.Damaged(slot=manifest.slot, iteration=iteration, reason=flaw)
+            self._damaged(damaged)
 
     async def _fetch(
         self, lane: _Lane, epoch: Epoch, slot: Slot, iteration: Iteration, source: Member
