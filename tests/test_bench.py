@@ -278,7 +278,8 @@ def test_transport_measures_every_method_at_one_mebibyte(
     for figure in figures:
         assert figure["num_bytes"] == 1 << 20 and figure["num_rounds"] == 4
         assert figure["seconds"] > 0 and figure["sender_s"] > 0
-        assert (figure["receiver_s"] > 0) == (figure["method"] != "memcpy")
+        alone = figure["method"] in ("memcpy", "verify")
+        assert (figure["receiver_s"] > 0) == (not alone)
     shown = capsys.readouterr().out
     assert "load average" in shown and "checksums take" in shown
 

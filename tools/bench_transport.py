@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import mmap
@@ -32,7 +33,7 @@ from deadpool.arena import ReplicaShelf, available_bytes
 from deadpool.process import die_with_parent
 from deadpool.protocol.events import AnswerOffer, AnswerPull
 from deadpool.protocol.types import Epoch, Iteration, Member, MemberId, Node, Slot
-from deadpool.replication import Channel, ReplicaServer, put_replica
+from deadpool.replication import Channel, ReplicaServer, pull_replica, put_replica
 from tools.bench_measure import (
     format_size,
     machine,
@@ -48,6 +49,9 @@ _TOKEN = b"b" * 32
 METHODS = {
     "replica": "put_replica to a ReplicaServer, as guardians do",
     "no-checksum": "the same with checksums left out",
+    "pull": "pull_replica from a ReplicaServer into fresh memory, as for a restore",
+    "pull-no-checksum": "the same with checksums left out",
+    "verify": "one process, the sums of its own snapshot, as before a restore",
     "socket": "sendall and recv_into of blocking sockets",
     "memcpy": "one process, memory to memory",
 }
@@ -163,13 +167,23 @@ def measure_socket(num_bytes: int, num_rounds: int) -> Figure:
     return rounds.figure("socket", num_bytes)
 
 
-def measure_replica(num_bytes: int, num_rounds: int, *, with_checksum: bool = True) -> Figure:
+def measure_verify(num_bytes: int, num_rounds: int) -> Figure:
+    async def verify() -> None:
+        for _ in range(num_rounds + 1):
+            await integrity.sum_chunks(source)
+            rounds.mark()
+
+    source, rounds = memory(num_bytes), Rounds(None)
+    asyncio.run(verify())
+    return rounds.figure("verify", num_bytes)
+
+
+def measure_replica(method: str, num_bytes: int, num_rounds: int) -> Figure:
     """In production buffers alternate; here one is enough, as nothing reads the other."""
     given = integrity.checksum
-    if not with_checksum:
+    if method.endswith("no-checksum"):
         integrity.checksum = lambda view: 0
     try:
-        method = "replica" if with_checksum else "no-checksum"
         return _measure_replica(method, num_bytes, num_rounds)
     finally:
         integrity.checksum = given
@@ -186,7 +200,8 @@ def _measure_replica(method: str, num_bytes: int, num_rounds: int) -> Figure:
     ):
         port = int(sock.recv(16))
         rounds = Rounds(pid)
-        asyncio.run(_put(port, source, num_rounds, rounds))
+        move = _pull if method.startswith("pull") else _put
+        asyncio.run(move(port, source, num_rounds, rounds))
     return rounds.figure(method, num_bytes)
 
 
@@ -199,7 +214,7 @@ async def _serve(listener: socket.socket) -> None:
         received=lambda event: AnswerOffer(
             buffer=None, refusal="" if event.checksum == event.announced else "damaged"
         ),
-        asked=lambda event: AnswerPull(buffer=None, refusal="a benchmark"),
+        asked=lambda event: AnswerPull(buffer=0, refusal=""),
         damaged=lambda event: None,
     )
     sock, _ = listener.accept()
@@ -207,8 +222,18 @@ async def _serve(listener: socket.socket) -> None:
     await server.serve()
 
 
-async def _put(port: int, source: memoryview, num_rounds: int, rounds: Rounds) -> None:
-    holder = Member(
+async def _pull(port: int, source: memoryview, num_rounds: int, rounds: Rounds) -> None:
+    await _put(port, source, 0, Rounds(None))
+    for _ in range(num_rounds + 1):
+        replica = await pull_replica(
+            _holder(port), token=_TOKEN, slot=Slot(0), epoch=Epoch(1), iteration=Iteration(0)
+        )
+        replica.close()
+        rounds.mark()
+
+
+def _holder(port: int) -> Member:
+    return Member(
         member=MemberId(1),
         node=Node(1),
         local_rank=0,
@@ -216,7 +241,10 @@ async def _put(port: int, source: memoryview, num_rounds: int, rounds: Rounds) -
         control_port=1,
         data_port=port,
     )
-    with contextlib.closing(await Channel.connect(holder, token=_TOKEN)) as channel:
+
+
+async def _put(port: int, source: memoryview, num_rounds: int, rounds: Rounds) -> None:
+    with contextlib.closing(await Channel.connect(_holder(port), token=_TOKEN)) as channel:
         for number in range(num_rounds + 1):
             await put_replica(
                 channel,
@@ -229,8 +257,11 @@ async def _put(port: int, source: memoryview, num_rounds: int, rounds: Rounds) -
 
 
 MEASURES: dict[str, Callable[[int, int], Figure]] = {
-    "replica": measure_replica,
-    "no-checksum": lambda size, rounds: measure_replica(size, rounds, with_checksum=False),
+    **{
+        method: functools.partial(measure_replica, method)
+        for method in ("replica", "no-checksum", "pull", "pull-no-checksum")
+    },
+    "verify": measure_verify,
     "socket": measure_socket,
     "memcpy": measure_memcpy,
 }
