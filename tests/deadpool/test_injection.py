@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from deadpool.injection import (
+    Copy,
+    Flip,
     Injection,
     InjectionPhase,
     Injector,
@@ -120,3 +122,19 @@ def test_json_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
     records = [json.loads(line) for line in path.read_text().splitlines()]
     for writer in range(4):
         assert [r["line"] for r in records if r["writer"] == writer] == list(range(200))
+
+
+def test_flip_is_parsed_and_damages_one_bit_of_its_copy_once(tmp_path: Path) -> None:
+    flip = parse_injection("flip-replica=1@iteration=7")
+    assert flip == Flip(node=1, iteration=7, copy=Copy.REPLICA)
+    injector = Injector((flip,), 1, str(tmp_path))
+    payload = bytearray(5)
+    injector.flip(Copy.SNAPSHOT, 7, memoryview(payload))
+    injector.flip(Copy.REPLICA, 6, memoryview(payload))
+    assert payload == bytes(5) and list(tmp_path.iterdir()) == []
+    injector.flip(Copy.REPLICA, 7, memoryview(payload))
+    assert payload == b"\0\0\1\0\0"
+    injector.flip(Copy.REPLICA, 7, memoryview(payload))
+    assert payload == b"\0\0\1\0\0"
+    (line,) = (tmp_path / "injections.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"node": 1, "iteration": 7, "flip": "replica"}
