@@ -8,6 +8,7 @@ sent, checked when it is needed. A damaged one is dropped and never offered agai
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Callable, Coroutine
@@ -93,6 +94,8 @@ class Transfers:
         self._putting: asyncio.Task[None] | None = None
         self._manifests: dict[Iteration, Manifest] = {}
         """Of own snapshots. Of those that the trainer has written over, too, until others come."""
+        self._kept_in: dict[int, Iteration] = {}
+        """What each buffer held when `_manifests` last got one of it."""
         self._check: asyncio.Task[str] | None = None
         """Of the snapshot to restore; it outlives its epoch, so that what it finds is known."""
 
@@ -117,7 +120,8 @@ class Transfers:
         if restore is None:
             return
         self._arena.invalidate_after(restore)
-        self._manifests = {i: kept for i, kept in self._manifests.items() if i <= restore}
+        self._kept_in = {b: i for b, i in self._kept_in.items() if i <= restore}
+        self._manifests = {i: self._manifests[i] for i in self._kept_in.values()}
         if action.source is not None:
             self._incoming = self._begin(
                 self._fetch(self._lane, self._epoch, action.slot, restore, action.source)
@@ -133,9 +137,7 @@ class Transfers:
             self._check = None
         for buffer in range(NUM_BUFFERS if self._arena.is_attached else 0):
             if not self._arena.has_good_header(buffer):
-                held = max(
-                    (i for i in self._manifests if capture_buffer(i) == buffer), default=None
-                )
+                held = self._kept_in.get(buffer)
                 if held is not None:
                     self._drop(held, buffer, "its header names nothing any more")
         return self._arena.iterations() | ({live} if live is not None else frozenset())
@@ -157,23 +159,26 @@ class Transfers:
         payload, known = self._arena.payload(buffer), self._manifests.get(iteration)
         sums = await sum_chunks(payload)
         if known is None:
-            self._keep(
-                Manifest.of(slot=slot, iteration=iteration, num_bytes=len(payload), sums=sums)
+            manifest = Manifest.of(
+                slot=slot, iteration=iteration, num_bytes=len(payload), sums=sums
             )
+            self._keep(buffer, manifest)
             return ""
         flaw = known.flaw(slot, iteration, sums)
         if flaw:
             self._drop(iteration, buffer, flaw)
         return flaw
 
-    def _keep(self, manifest: Manifest) -> None:
-        oldest = manifest.iteration - NUM_BUFFERS
-        self._manifests = {i: kept for i, kept in self._manifests.items() if i > oldest}
+    def _keep(self, buffer: int, manifest: Manifest) -> None:
+        others = {b: i for b, i in self._kept_in.items() if i != manifest.iteration and b != buffer}
+        self._kept_in = {**others, buffer: manifest.iteration}
         self._manifests[manifest.iteration] = manifest
+        self._manifests = {i: self._manifests[i] for i in self._kept_in.values()}
 
     def _drop(self, iteration: Iteration, buffer: int, flaw: str) -> None:
         """One that has sums, once."""
         manifest = self._manifests.pop(iteration, None)
+        self._kept_in = {b: i for b, i in self._kept_in.items() if i != iteration}
         if manifest is not None:
             self._arena.invalidate(buffer)
             damaged = e.Damaged(slot=manifest.slot, iteration=iteration, reason=flaw)
@@ -233,7 +238,7 @@ class Transfers:
             replica.close()
             self._arena.label(buffer, self._slot, wanted.iteration)
             assert replica.manifest is not None
-            self._keep(replica.manifest)
+            self._keep(buffer, replica.manifest)
         self._tell_trainer(
             m.SnapshotHere(
                 epoch=wanted.epoch,
@@ -275,7 +280,7 @@ class Transfers:
                     iteration=action.iteration,
                     payload=self._arena.payload(buffer),
                     known=self._manifests.get(action.iteration),
-                    summed=self._keep,
+                    summed=functools.partial(self._keep, buffer),
                     halfway=halfway,
                 )
             except SnapshotDamaged as error:

@@ -162,6 +162,7 @@ def test_snapshot_retaken_of_live_state_is_the_same_in_every_bit(
     for iteration in (1, 2, 3):  # The third has been written over a longer one.
         rank.snapshots.capture_tensors(Iteration(iteration))
         rank.snapshots.seal(Iteration(iteration), {**METADATA, "more": "x" * (99 // iteration)})
+        rank.snapshots.settle()
     (buffer,) = [b for i, b in rank.captured if i == 3]
     before = bytes(rank.arena.payload(buffer))
     for place in (3, 1 << 17, len(before) // 2, len(before) - 1):
@@ -186,6 +187,7 @@ def test_snapshot_loaded_can_be_retaken(make_rank: Callable[..., Rank]) -> None:
     rank.load(0)
     assert rank.snapshots.sealed == 6
     rank.arena.payload(0)[1 << 18] ^= 1
+    rank.arena.invalidate(0)
     rank.snapshots.retake()
     assert bytes(rank.arena.payload(0)) == before
 
