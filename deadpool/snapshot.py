@@ -352,12 +352,12 @@ class Snapshotter:
         payload = self._arena.payload(buffer)
         head = len(rest.metadata).to_bytes(8, "little") + rest.metadata
         # What an older one left behind it is part of the bytes, and of their checksums.
-        payload[:_METADATA_BYTES] = head.ljust(_METADATA_BYTES, b"\0")
+        payload[:METADATA_BYTES] = head.ljust(METADATA_BYTES, b"\0")
 
     def _read_metadata(self, buffer: int) -> bytes:
         payload = self._arena.payload(buffer)
         length = int.from_bytes(payload[:8], "little")
-        return bytes(payload[8 : 8 + min(length, _METADATA_BYTES - 8)])
+        return bytes(payload[8 : 8 + min(length, METADATA_BYTES - 8)])
 
 
 def _digest(entries: list[Entry]) -> str:
