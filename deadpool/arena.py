@@ -10,6 +10,7 @@ flipped bit names nothing.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import struct
@@ -34,6 +35,27 @@ _MAGIC = b"DEADPOOL"
 _INVALID = -1
 
 
+class MappedFile(mmap.mmap):
+    """A memfd's mapping that knows its descriptor, so that another process can be given it."""
+
+    descriptor: int
+
+    @classmethod
+    def of(cls, descriptor: int, num_bytes: int) -> MappedFile:
+        mapped = cls(descriptor, num_bytes)
+        mapped.descriptor = descriptor
+        return mapped
+
+
+def locate(view: memoryview) -> tuple[int, int]:
+    """Descriptor, and offset in its file, of a view that is not empty, of memory of this module
+    that has not been closed."""
+    mapped = view.obj
+    assert isinstance(mapped, MappedFile), type(mapped)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    return mapped.descriptor, start - ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+
+
 class Arena:
     """Both ends of the shared memory of one slot.
 
@@ -43,7 +65,7 @@ class Arena:
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self.payload_bytes = 0
-        self._map: mmap.mmap | None = None
+        self._map: MappedFile | None = None
 
     @classmethod
     def create(cls) -> Arena:
@@ -60,7 +82,7 @@ class Arena:
     def attach(self, payload_bytes: int) -> None:
         """Guardian: map memory that the trainer has sized."""
         self.payload_bytes = payload_bytes
-        self._map = mmap.mmap(self.descriptor, NUM_BUFFERS * buffer_bytes(payload_bytes))
+        self._map = MappedFile.of(self.descriptor, NUM_BUFFERS * buffer_bytes(payload_bytes))
 
     @property
     def is_attached(self) -> bool:
@@ -147,7 +169,7 @@ class Replica:
         self.num_bytes = num_bytes
         self.manifest: Manifest | None = None
         """Of the bytes as they came in; None while they do."""
-        self._map = mmap.mmap(descriptor, max(num_bytes, 1))
+        self._map = MappedFile.of(descriptor, max(num_bytes, 1))
 
     @classmethod
     def allocate(cls, num_bytes: int) -> Replica:
@@ -236,6 +258,12 @@ class ReplicaShelf:
         if manifest is None:
             raise KeyError((slot, buffer))
         return manifest
+
+    def drop(self, slot: Slot, buffer: int) -> None:
+        """The buffer's next bytes go to fresh memory: something may still write to this."""
+        replica = self._replicas.pop((slot, buffer), None)
+        if replica is not None:
+            replica.close()
 
     def close(self) -> None:
         """Give all memory back."""

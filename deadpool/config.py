@@ -16,6 +16,7 @@ import signal
 from collections.abc import Mapping, Sequence
 
 from deadpool.injection import Flip, Injection, parse_injection
+from deadpool.mpi.world import Launcher, find_launcher
 from deadpool.protocol.placement import Grid, choose_holders
 from deadpool.protocol.types import Bounds
 
@@ -64,6 +65,10 @@ class DeadpoolConfig:
     """Name, address or prefix: where guardians and trainers listen. See `interfaces`."""
     trace: bool
     """Every guardian writes its protocol events to `log_dir`."""
+    transport: str
+    """What brings replicas to their holders: tcp, mpi or auto."""
+    mpi_launcher: Launcher | None
+    """None: replicas go by TCP alone."""
     spare_nodes: int | None
     """For tasks of srun; None: not given."""
     drains_on_sigterm: bool
@@ -190,6 +195,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="where guardians and trainers listen: hsn0, 10.4.0.7 or 10.4.0.0/16",
     )
     group.add_argument(
+        "--deadpool-transport",
+        choices=("auto", "tcp", "mpi"),
+        default="auto",
+        help="what brings replicas to their holders; auto: the faster, where mpi4py and an MPI "
+        "launcher are found, else tcp (default: %(default)s)",
+    )
+    group.add_argument(
+        "--deadpool-mpi-launcher",
+        metavar="COMMAND",
+        help="starts the MPI sidecars, e.g. 'srun --mpi=pmi2' (default: srun in a Slurm job, else "
+        "mpiexec)",
+    )
+    group.add_argument(
         "--deadpool-trace",
         action="store_true",
         help="every guardian writes its protocol events to --deadpool-log-dir",
@@ -252,6 +270,18 @@ def config_from_args(args: argparse.Namespace) -> DeadpoolConfig:
             f"--deadpool-spare-nodes {args.deadpool_spare_nodes}: give at least 1, or leave "
             "--deadpool away"
         )
+    launcher: Launcher | str | None = None
+    if args.deadpool_transport != "tcp":
+        launcher = find_launcher(args.deadpool_mpi_launcher, os.environ)
+    elif args.deadpool_mpi_launcher is not None:
+        raise ConfigError("--deadpool-mpi-launcher has no use with --deadpool-transport tcp")
+    if isinstance(launcher, str) and (
+        args.deadpool_transport == "mpi" or args.deadpool_mpi_launcher
+    ):
+        raise ConfigError(
+            f"--deadpool-transport {args.deadpool_transport}: {launcher}; or give "
+            "--deadpool-transport tcp"
+        )
     try:
         inject = tuple(parse_injection(spec) for spec in args.deadpool_inject)
     except ValueError as error:
@@ -262,6 +292,8 @@ def config_from_args(args: argparse.Namespace) -> DeadpoolConfig:
         snapshot_interval=_snapshot_interval(args.deadpool_snapshot_interval),
         interface=args.deadpool_interface,
         trace=args.deadpool_trace,
+        transport=args.deadpool_transport,
+        mpi_launcher=launcher if isinstance(launcher, Launcher) else None,
         spare_nodes=args.deadpool_spare_nodes,
         drains_on_sigterm=args.exit_signal_handler and args.exit_signal == signal.SIGTERM.name,
         **{f"{name.replace('-', '_')}_s": value for name, value in seconds.items()},

@@ -24,6 +24,7 @@ from deadpool.arena import Arena, ReplicaShelf
 from deadpool.config import DeadpoolConfig, RankEnvironment, format_address
 from deadpool.injection import Copy, Injector
 from deadpool.interfaces import choose_host
+from deadpool.mpi.transport import MpiTransport
 from deadpool.pace import SnapshotClock
 from deadpool.peers import Peers
 from deadpool.process import describe_exit, die_with_parent, exit_code_of, set_process_name
@@ -214,6 +215,7 @@ class GuardianProcess:
                 damaged=self._note_damage,
                 tell_trainer=self._tell_trainer,
                 start=self._start,
+                mpi=self._mpi_transport(server),
             )
             self._start(server.serve())
             self._start(self._tick())
@@ -229,6 +231,17 @@ class GuardianProcess:
             self._say(end.reason)
         await self._stop_trainer(_LEAVE_TIMEOUT_S if end.exit_code == 0 else 1.0)
         return end.exit_code
+
+    def _mpi_transport(self, server: ReplicaServer) -> MpiTransport | None:
+        launcher = self._config.mpi_launcher
+        if launcher is None:
+            return None
+        return MpiTransport(
+            launcher=launcher,
+            measures=self._config.transport == "auto",
+            serve=server.serve_channel,
+            start=self._start,
+        )
 
     def _say(self, words: str) -> None:
         """To a person, once a node; or by whoever leads."""
@@ -337,6 +350,7 @@ class GuardianProcess:
                 self._tell_trainer(m.PlanForSlot(plan=action.plan, slot=action.slot))
             case e.ResumeTrainer():
                 self._tell_trainer(m.Resume(epoch=action.epoch))
+                self._transfers.resume()
             case e.TellCommitted():
                 self._tell_committed(action)
             case e.Put():

@@ -47,6 +47,7 @@ class Purpose(enum.Enum):
 
     CONTROL = b"control"
     DATA = b"data"
+    SIDECAR = b"sidecar"
 
 
 class Dialer:

@@ -23,6 +23,14 @@ def choose_host(spec: str | None, towards: tuple[str, int] | None) -> str:
     return host or _address_of_name()
 
 
+def interface_of(host: str) -> str:
+    """The name of the interface that has an address of this host, and the address."""
+    for name, addresses in sorted(_interfaces().items()):
+        if host in map(str, addresses):
+            return f"{name} ({host})"
+    return host
+
+
 def _find(spec: str) -> str:
     interfaces = _interfaces()
     if spec in interfaces:

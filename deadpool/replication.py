@@ -1,4 +1,5 @@
-"""Replicas between guardians over TCP, straight from memory to memory.
+"""Replicas between guardians, straight from memory to memory; over TCP unless a channel of another
+transport is given.
 
 One connection an epoch from an owner to its holder; one a pull. Both begin with the handshake of
 `deadpool.handshake`. All of it runs on the guardian's event loop; checksums run in its executor, of
@@ -8,13 +9,14 @@ one chunk while the next one moves. What is taken and given is decided by the ca
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import logging
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from deadpool.arena import Replica, ReplicaShelf
 from deadpool.handshake import (
@@ -54,8 +56,52 @@ class SnapshotDamaged(Exception):
     """What was to be sent is not what it was."""
 
 
-class Channel:
-    """Messages and raw payloads on one non-blocking socket."""
+class Channel(abc.ABC):
+    """Messages and raw payloads between an owner and its holder, in order; what every transport
+    has. After a WireError it is of no more use."""
+
+    answer_timeout_s: float | None = None
+    """None where a dead peer shows in other ways."""
+    outlives_owner = False
+    """Its owner's giving up does not show at the holder."""
+
+    @abc.abstractmethod
+    async def send(self, message: Message) -> None: ...
+
+    @abc.abstractmethod
+    async def receive(self, first_byte_timeout_s: float | None = None) -> Message:
+        """The next message; waits without bound for its first byte, unless one is given."""
+
+    @abc.abstractmethod
+    async def send_bytes(self, view: memoryview) -> None: ...
+
+    def expect(self, payload: memoryview) -> None:  # noqa: B027
+        """`receive_bytes` is about to be called for all of `payload`, piece by piece."""
+
+    @abc.abstractmethod
+    async def receive_bytes(self, view: memoryview) -> None: ...
+
+    @property
+    @abc.abstractmethod
+    def peer(self) -> str:
+        """The other end, in words."""
+
+    async def ask(self, message: Offer | Pull) -> Answer:
+        """Send, and take the answer. Raises ReplicaRefused when it is a refusal."""
+        await self.send(message)
+        return await self.answer()
+
+    async def answer(self) -> Answer:
+        answer = await self.receive(self.answer_timeout_s)
+        if not isinstance(answer, Answer):
+            raise WireError(f"{type(answer).__name__} where an answer was due")
+        if answer.refusal:
+            raise ReplicaRefused(answer.refusal)
+        return answer
+
+
+class TcpChannel(Channel):
+    """On one non-blocking socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -64,7 +110,7 @@ class Channel:
     @classmethod
     async def connect(
         cls, member: Member, *, token: bytes, timeout_s: float = HANDSHAKE_TIMEOUT_S
-    ) -> Channel:
+    ) -> TcpChannel:
         """Authenticated both ways. Raises WireError when nobody of this job answers within the
         bound."""
         channel = cls(socket.socket(family_of(member.host)))
@@ -111,7 +157,6 @@ class Channel:
         await _bounded(asyncio.get_running_loop().sock_sendall(self._socket, view))
 
     async def receive(self, first_byte_timeout_s: float | None = None) -> Message:
-        """The next message; waits without bound for its first byte, unless one is given."""
         header = bytearray(4)
         await self._receive_into(memoryview(header)[:1], timeout_s=first_byte_timeout_s)
         await self._receive_into(memoryview(header)[1:], timeout_s=IO_TIMEOUT_S)
@@ -130,19 +175,6 @@ class Channel:
                 raise WireError("the data connection ended")
             view = view[count:]
 
-    async def ask(self, message: Offer | Pull) -> Answer:
-        """Send, and take the answer. Raises ReplicaRefused when it is a refusal."""
-        await self.send(message)
-        return await self.answer()
-
-    async def answer(self) -> Answer:
-        answer = await self.receive()
-        if not isinstance(answer, Answer):
-            raise WireError(f"{type(answer).__name__} where an answer was due")
-        if answer.refusal:
-            raise ReplicaRefused(answer.refusal)
-        return answer
-
     @property
     def peer(self) -> str:
         """The other end's address."""
@@ -160,6 +192,12 @@ async def _bounded(operation: Awaitable[_T], timeout_s: float | None = IO_TIMEOU
         return await asyncio.wait_for(operation, timeout_s)
     except (OSError, asyncio.TimeoutError) as error:
         raise WireError("the data connection ended") from error
+
+
+class _Taker(NamedTuple):
+    epoch: Epoch
+    channel: Channel
+    task: asyncio.Task[Any]
 
 
 class ReplicaServer:
@@ -198,7 +236,7 @@ class ReplicaServer:
         self._receiving: dict[Slot, asyncio.Lock] = {}
         self._num_offers: Counter[Slot] = Counter()
         """That hold or wait for a slot's lock; without any, it is forgotten."""
-        self._takers: dict[Slot, tuple[Epoch, asyncio.Task[None]]] = {}
+        self._takers: dict[Slot, _Taker] = {}
         """Whose bytes come in."""
         self._refusals = RefusalLog(logger)
 
@@ -210,7 +248,7 @@ class ReplicaServer:
             while True:
                 await strangers.acquire()
                 sock = await self._accept()
-                task = loop.create_task(self._serve_channel(Channel(sock), strangers.release))
+                task = loop.create_task(self._serve_channel(TcpChannel(sock), strangers.release))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
         finally:
@@ -231,7 +269,7 @@ class ReplicaServer:
                 logger.error("cannot accept data connections: %s", error)
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
 
-    async def _serve_channel(self, channel: Channel, authenticated: Callable[[], None]) -> None:
+    async def _serve_channel(self, channel: TcpChannel, authenticated: Callable[[], None]) -> None:
         with contextlib.closing(channel):
             try:
                 await asyncio.wait_for(channel.accept(self.token), self._handshake_timeout_s)
@@ -250,6 +288,14 @@ class ReplicaServer:
             except WireError:
                 return  # The owner went on to another epoch, or died: membership deals with it.
 
+    async def serve_channel(self, channel: Channel) -> None:
+        """Take the replicas that come on a channel of another transport, whose ends are known to
+        be of the job. Returns when it has ended, or was given up by its owner."""
+        try:
+            await self._serve_requests(channel)
+        except WireError:
+            return
+
     async def _serve_requests(self, channel: Channel) -> None:
         while True:
             message = await channel.receive()
@@ -264,16 +310,17 @@ class ReplicaServer:
 
     async def _take(self, channel: Channel, offer: Offer) -> None:
         taker = self._takers.get(offer.slot)
-        if taker is not None and taker[0] < offer.epoch:
-            # The owner before, whose host may have vanished without a word.
-            taker[1].cancel()
+        if taker is not None and (taker.epoch < offer.epoch or taker.channel.outlives_owner):
+            # The owner before, whose host may have vanished without a word; or the same owner,
+            # which has given that transport up.
+            taker.task.cancel()
         # An owner that reconnects must not write into the buffer its old connection still fills.
         self._num_offers[offer.slot] += 1
         try:
             async with self._receiving.setdefault(offer.slot, asyncio.Lock()):
                 task = asyncio.current_task()
                 assert task is not None
-                self._takers[offer.slot] = (offer.epoch, task)
+                self._takers[offer.slot] = _Taker(offer.epoch, channel, task)
                 try:
                     answer = await self._take_alone(channel, offer)
                 finally:
@@ -301,8 +348,13 @@ class ReplicaServer:
             view = self._shelf.memory(offer.slot, verdict.buffer, offer.num_bytes)
         except OSError as error:
             return Answer(refusal=f"no memory for a replica: {error}")
-        await channel.send(Answer(wants_bytes=True))
-        sums = await _receive_summed(channel, view)
+        try:
+            channel.expect(view)
+            await channel.send(Answer(wants_bytes=True))
+            sums = await _receive_summed(channel, view)
+        except BaseException:
+            self._shelf.drop(offer.slot, verdict.buffer)
+            raise
         sealed = await channel.receive(IO_TIMEOUT_S)
         if not isinstance(sealed, Sealed):
             raise WireError(f"{type(sealed).__name__} where a replica's checksum was due")
@@ -422,7 +474,7 @@ async def pull_replica(
     Raises WireError, also for bytes that were damaged on the way, or ReplicaRefused where the
     holder lacks it, finds it damaged, or there is no memory for it here.
     """
-    channel = await Channel.connect(member, token=token)
+    channel = await TcpChannel.connect(member, token=token)
     with contextlib.ExitStack() as stack:
         stack.callback(channel.close)
         answer = await channel.ask(Pull(slot=slot, epoch=epoch, iteration=iteration))

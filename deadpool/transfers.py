@@ -18,13 +18,16 @@ from deadpool import messages as m
 from deadpool.arena import Arena, Replica
 from deadpool.injection import Copy, InjectionPhase, Injector
 from deadpool.integrity import Manifest, sum_chunks
+from deadpool.mpi.choice import Way
+from deadpool.mpi.transport import MpiTransport
 from deadpool.protocol import events as e
 from deadpool.protocol.snapshots import NUM_BUFFERS, capture_buffer
-from deadpool.protocol.types import Epoch, Iteration, Member, Slot
+from deadpool.protocol.types import Epoch, Iteration, Member, Plan, Slot
 from deadpool.replication import (
     Channel,
     ReplicaRefused,
     SnapshotDamaged,
+    TcpChannel,
     pull_replica,
     put_replica,
 )
@@ -44,7 +47,7 @@ class _Lane:
     def __init__(self) -> None:
         self._is_open = True
         self.tasks: list[asyncio.Task[Any]] = []
-        self.channel: Channel | None = None
+        self.channel: TcpChannel | None = None
         """To the holder."""
 
     def is_open(self) -> bool:
@@ -66,7 +69,7 @@ class Transfers:
     """Carries out Put and the fetch of AdoptPlan; on the guardian's event loop.
 
     feed: takes PutDone and FetchFailed. damaged: told of own snapshots that are, once they are
-    dropped. start: owns the tasks and reports their errors.
+    dropped. start: owns the tasks and reports their errors. mpi: where puts may go by MPI.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Transfers:
         damaged: Callable[[e.Damaged], None],
         tell_trainer: Callable[[m.Message], None],
         start: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
+        mpi: MpiTransport | None = None,
     ) -> None:
         self._arena = arena
         self.token = token
@@ -87,6 +91,8 @@ class Transfers:
         self._damaged = damaged
         self._tell_trainer = tell_trainer
         self._start = start
+        self._mpi = mpi
+        self._plan: Plan | None = None
         self._epoch = Epoch(0)
         self._slot: Slot | None = None
         self._lane = _Lane()
@@ -103,7 +109,15 @@ class Transfers:
         """The epoch has ended."""
         self._lane.close()
         self._lane = _Lane()
+        if self._mpi is not None:
+            self._mpi.close()
         self._putting = self._incoming = None
+
+    def resume(self) -> None:
+        """The adopted epoch trains. An MPI world is started only now: it takes a second of CPU."""
+        if self._mpi is not None:
+            assert self._plan is not None and self._slot is not None
+            self._mpi.open(self._plan, self._slot, self.token)
 
     def _begin(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         task = self._start(coroutine)
@@ -116,7 +130,7 @@ class Transfers:
         """Forget snapshots past the restored one; fetch it, or check the one that is here, while
         the trainer builds its model or groups."""
         restore = action.plan.restart.restore
-        self._epoch, self._slot = action.plan.epoch, action.slot
+        self._plan, self._epoch, self._slot = action.plan, action.plan.epoch, action.slot
         if restore is None:
             return
         self._arena.invalidate_after(restore)
@@ -270,11 +284,12 @@ class Transfers:
             self._feed(e.FetchFailed(epoch=action.epoch, reason=reason))
             return
         while lane.is_open():
+            way = self._mpi.pick(action.iteration) if self._mpi is not None else Way.TCP
             try:
-                if lane.channel is None:
-                    lane.channel = await Channel.connect(action.holder, token=self.token)
-                await put_replica(
-                    lane.channel,
+                channel = await self._channel(lane, way, action.holder)
+                started = time.monotonic()
+                num_bytes = await put_replica(
+                    channel,
                     slot=action.slot,
                     epoch=action.epoch,
                     iteration=action.iteration,
@@ -289,7 +304,11 @@ class Transfers:
                 self._feed(e.FetchFailed(epoch=action.epoch, reason=f"a damaged snapshot: {error}"))
                 return
             except (WireError, ReplicaRefused) as error:
-                lane.hang_up()
+                if way is Way.TCP:
+                    lane.hang_up()
+                elif self._mpi is not None and isinstance(error, WireError) and lane.is_open():
+                    self._mpi.give_up(str(error))
+                    continue  # At once, by TCP.
                 logger.info(
                     "epoch %d slot %d iteration %d: replica not staged (%s); trying again",
                     action.epoch,
@@ -301,6 +320,17 @@ class Transfers:
                 continue
             self._injector.flip(Copy.SNAPSHOT, action.iteration, self._arena.payload(buffer))
             if lane.is_open():
+                if self._mpi is not None:
+                    self._mpi.note(way, num_bytes, time.monotonic() - started)
                 self._feed(e.PutDone(epoch=action.epoch, iteration=action.iteration))
                 return
         lane.hang_up()  # Of a connection that was made while the lane was closed.
+
+    async def _channel(self, lane: _Lane, way: Way, holder: Member) -> Channel:
+        """Raises WireError."""
+        if way is Way.MPI:
+            assert self._mpi is not None
+            return self._mpi.channel_to(holder)
+        if lane.channel is None:
+            lane.channel = await TcpChannel.connect(holder, token=self.token)
+        return lane.channel

@@ -33,7 +33,7 @@ from deadpool.arena import ReplicaShelf, available_bytes
 from deadpool.process import die_with_parent
 from deadpool.protocol.events import AnswerOffer, AnswerPull
 from deadpool.protocol.types import Epoch, Iteration, Member, MemberId, Node, Slot
-from deadpool.replication import Channel, ReplicaServer, pull_replica, put_replica
+from deadpool.replication import ReplicaServer, TcpChannel, pull_replica, put_replica
 from tools.bench_measure import (
     format_size,
     machine,
@@ -244,7 +244,7 @@ def _holder(port: int) -> Member:
 
 
 async def _put(port: int, source: memoryview, num_rounds: int, rounds: Rounds) -> None:
-    with contextlib.closing(await Channel.connect(_holder(port), token=_TOKEN)) as channel:
+    with contextlib.closing(await TcpChannel.connect(_holder(port), token=_TOKEN)) as channel:
         for number in range(num_rounds + 1):
             await put_replica(
                 channel,

@@ -21,10 +21,10 @@ from deadpool.protocol.events import AnswerOffer, AnswerPull, Asked, Damaged, Of
 from deadpool.protocol.snapshots import NUM_BUFFERS
 from deadpool.protocol.types import Epoch, Iteration, Member, MemberId, Node, Slot
 from deadpool.replication import (
-    Channel,
     ReplicaRefused,
     ReplicaServer,
     SnapshotDamaged,
+    TcpChannel,
     pull_replica,
     put_replica,
 )
@@ -132,8 +132,8 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-async def connect(host: Host) -> Channel:
-    return await Channel.connect(host.member, token=TOKEN, timeout_s=30.0)
+async def connect(host: Host) -> TcpChannel:
+    return await TcpChannel.connect(host.member, token=TOKEN, timeout_s=30.0)
 
 
 async def put(host: Host, iteration: int, payload: bytes | memoryview, **changes: Any) -> int:
@@ -142,7 +142,7 @@ async def put(host: Host, iteration: int, payload: bytes | memoryview, **changes
 
 
 async def put_on(
-    channel: Channel, host: Host, iteration: int, payload: bytes | memoryview, **changes: Any
+    channel: TcpChannel, host: Host, iteration: int, payload: bytes | memoryview, **changes: Any
 ) -> int:
     given: dict[str, Any] = {
         "slot": SLOT,
@@ -275,7 +275,7 @@ PLACES = [0, 1_500_000, 3_000_000]
 """First, middle and last chunk."""
 
 
-class FlippingChannel(Channel):
+class FlippingChannel(TcpChannel):
     """One bit of what is sent is flipped on the way: at byte `place` of the payload, or in the
     checksum behind it (None). Everything else is as sent."""
 
@@ -309,7 +309,7 @@ def test_flipped_bit_on_the_way_to_the_holder_is_refused_and_leaves_the_older_re
                 with pytest.raises(ReplicaRefused, match="checksum"):
                     await put_on(channel, host, 7, PAYLOAD)
                 assert host.holds() == {(SLOT, 6)}
-                channel.__class__ = Channel
+                channel.__class__ = TcpChannel
                 await put_on(channel, host, 7, PAYLOAD)  # Sent again, it is as it was.
             assert await pull(host, 7) == PAYLOAD
             assert await pull(host, 6) == PAYLOAD
@@ -325,10 +325,10 @@ def test_flipped_bit_on_the_way_to_who_pulls_is_found_there_and_the_replica_kept
         async with hosts() as (host,):
             await put(host, 7, PAYLOAD)
             FlippingChannel.place, FlippingChannel.sent = place, 0
-            monkeypatch.setattr(replication, "Channel", FlippingChannel)
+            monkeypatch.setattr(replication, "TcpChannel", FlippingChannel)
             with pytest.raises(WireError, match="damaged on the way"):
                 await pull(host, 7)
-            monkeypatch.setattr(replication, "Channel", Channel)
+            monkeypatch.setattr(replication, "TcpChannel", TcpChannel)
             assert await pull(host, 7) == PAYLOAD
             assert not [x for x in host.asked_with if isinstance(x, Damaged)]
 
@@ -434,7 +434,7 @@ def test_wrong_token_is_refused_by_the_dialler_and_changes_nothing() -> None:
             await put(host, 6, PAYLOAD)
             for _ in range(3):
                 with pytest.raises(WireError, match=r"node 1 .* token"):
-                    await Channel.connect(host.member, token=b"another's")
+                    await TcpChannel.connect(host.member, token=b"another's")
             await drained(host)
             assert host.holds() == {(SLOT, 6)} and len(host.asked_with) == 2
 
@@ -552,7 +552,7 @@ def test_server_that_is_silent_or_not_of_the_job_raises_wire_error() -> None:
                 data_port=server.sockets[0].getsockname()[1],
             )
             with pytest.raises(WireError, match=r"node 1 .* nothing within" if silent else "proto"):
-                await Channel.connect(member, token=TOKEN, timeout_s=0.2)
+                await TcpChannel.connect(member, token=TOKEN, timeout_s=0.2)
             server.close()
             await server.wait_closed()
             while len(asyncio.all_tasks()) > 2:  # `bounded` waits for this one.
@@ -636,6 +636,6 @@ def test_server_cancelled_ends_idle_and_busy_connections() -> None:
                 await channel.receive()
             channel.close()
         with pytest.raises(WireError, match="node 1"):
-            await Channel.connect(host.member, token=TOKEN)
+            await TcpChannel.connect(host.member, token=TOKEN)
 
     run(test)

@@ -80,7 +80,7 @@ class Bench:
                 except asyncio.CancelledError:
                     raise ReplicaRefused(f"epoch {epoch} has passed") from None
 
-        monkeypatch.setattr(transfers, "Channel", FakeChannel)
+        monkeypatch.setattr(transfers, "TcpChannel", FakeChannel)
         monkeypatch.setattr(transfers, "put_replica", put_replica)
         monkeypatch.setattr(transfers, "_RETRY_S", 0.001)
         self.transfers = transfers.Transfers(

@@ -1,0 +1,164 @@
+"""The MPI transport of one guardian: an epoch's bridge, its world where this guardian holds slot
+0, and which puts go that way. Everything runs on the guardian's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from deadpool.interfaces import interface_of
+from deadpool.mpi.bridge import Bridge, BridgeState
+from deadpool.mpi.choice import Choice, Way
+from deadpool.mpi.frames import world_key
+from deadpool.mpi.world import Launcher, World
+from deadpool.protocol.types import Iteration, Member, Plan, Slot
+from deadpool.replication import Channel
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 60.0
+"""From a world's start until every slot's sidecar is there."""
+
+_FIRST = Slot(0)
+"""Whose guardian starts the worlds and speaks of them: every epoch has it."""
+
+
+class MpiTransport:
+    """Opened for each epoch that trains; channels are to be had while its world is up.
+
+    measures: `--deadpool-transport auto`. serve: `ReplicaServer.serve_channel`. start: owns the
+    tasks and reports their errors.
+    """
+
+    def __init__(
+        self,
+        *,
+        launcher: Launcher,
+        measures: bool,
+        serve: Callable[[Channel], Coroutine[Any, Any, None]],
+        start: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
+    ) -> None:
+        self._launcher = launcher
+        self._measures = measures
+        self._choice = Choice(measures=measures)
+        self._serve = serve
+        self._start = start
+        self._plan: Plan | None = None
+        self._slot = _FIRST
+        self._bridge: Bridge | None = None
+        self._world: World | None = None
+        self._library = ""
+        self._is_hopeless = False
+        """A world never came up: with `auto`, none is tried again."""
+
+    def open(self, plan: Plan, slot: Slot, token: bytes) -> None:
+        """An epoch trains: nothing of this may delay a recovery."""
+        self.close()
+        self._plan, self._slot = plan, slot
+        key = world_key(token, plan.epoch)
+        self._bridge = Bridge(
+            key=key,
+            slot=slot,
+            serve=self._serve,
+            start=self._start,
+            up=self._is_up,
+            ended=self._is_lost,
+        )
+        self._bridge.open()
+        wanted = self._choice.verdict is not Way.TCP and not self._is_hopeless
+        if slot == _FIRST and wanted:
+            self._world = World(self._launcher, plan.slots, key)
+            self._start(self._run_world(self._world, self._bridge))
+
+    def close(self) -> None:
+        """The epoch has ended. Does not wait; may be called again."""
+        if self._bridge is not None:
+            self._bridge.close()
+            self._bridge = None
+        if self._world is not None:
+            self._world.stop()
+            self._world = None
+
+    # Puts
+
+    def pick(self, iteration: Iteration) -> Way:
+        is_up = self._bridge is not None and self._bridge.state is BridgeState.UP
+        return self._choice.pick(iteration, mpi_is_up=is_up)
+
+    def channel_to(self, holder: Member) -> Channel:
+        """For one put. Raises WireError when there is no world any more."""
+        assert self._bridge is not None and self._plan is not None
+        slots = enumerate(self._plan.slots)
+        slot = next(Slot(s) for s, m in slots if m.member == holder.member)
+        return self._bridge.channel_to(slot)
+
+    def give_up(self, reason: str) -> None:
+        """A put by MPI failed: what moves in this epoch from now on goes by TCP."""
+        if self._bridge is not None:
+            self._bridge.give_up(reason)
+
+    def note(self, way: Way, num_bytes: int, seconds: float) -> None:
+        """A put is done."""
+        is_up = self._bridge is not None and self._bridge.state is BridgeState.UP
+        if not is_up or not self._choice.note(way, num_bytes, seconds):
+            return
+        if self._slot != _FIRST:
+            return
+        chosen = self._choice.verdict
+        assert chosen is not None
+        other = Way.TCP if chosen is Way.MPI else Way.MPI
+        speed = self._choice.gigabytes_per_s
+        self._say(
+            f"replicas go by {chosen.value}: {speed(chosen):.2f} GB/s, by {other.value} "
+            f"{speed(other):.2f} GB/s, {self._choice.num_bytes / 1e6:.3g} MB each; "
+            f"{self._ways_in_words()}"
+        )
+        if chosen is Way.TCP:
+            self.close()
+
+    def _ways_in_words(self) -> str:
+        assert self._plan is not None
+        host = self._plan.slots[self._slot].host
+        is_local = len({member.host for member in self._plan.slots}) == 1
+        way = "within this machine" if is_local else "over the device it chose"
+        return f"tcp over {interface_of(host)}, {self._library} {way}"
+
+    # The world
+
+    def _is_up(self, library: str) -> None:
+        assert self._plan is not None
+        self._library = library
+        if self._slot == _FIRST:
+            self._say(f"epoch {self._plan.epoch}: an MPI world of {len(self._plan.slots)} "
+                      f"sidecars is up ({library})")  # fmt: skip
+
+    def _is_lost(self, reason: str) -> None:
+        assert self._plan is not None
+        if self._world is not None:
+            self._world.stop()
+        words = f"epoch {self._plan.epoch}: the MPI world is gone ({reason}); replicas go by tcp"
+        if self._slot == _FIRST:
+            self._say(words)
+        else:
+            logger.info("%s", words)
+
+    async def _run_world(self, world: World, bridge: Bridge) -> None:
+        too_late = asyncio.get_running_loop().call_later(START_TIMEOUT_S, world.stop)
+        try:
+            said = await world.run()
+        except OSError as error:
+            said = str(error)
+        finally:
+            too_late.cancel()
+        if bridge.state is BridgeState.WAITING:
+            self._is_hopeless = self._measures
+            bridge.close()
+            line = said.splitlines()[-1] if said else "it was not up in time"
+            self._say(f"no MPI world: {line}; replicas go by tcp")
+            logger.warning("the MPI launcher said: %s", said)
+
+    @staticmethod
+    def _say(words: str) -> None:
+        print(f"[deadpool] {words}", flush=True)
