@@ -383,6 +383,7 @@ class GuardianProcess:
         )
 
     def _leave(self, action: e.Exit) -> None:
+        self._transfers.cancel()  # Before the memory they write to is given back.
         if self._trace is not None:
             self._trace.close()
         if self._leads_from is not None and self._environment.job_file is not None:

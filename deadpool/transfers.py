@@ -117,7 +117,7 @@ class Transfers:
         """The adopted epoch trains. An MPI world is started only now: it takes a second of CPU."""
         if self._mpi is not None:
             assert self._plan is not None and self._slot is not None
-            self._mpi.open(self._plan, self._slot, self.token)
+            self._mpi.open(self._plan, self._slot, self.token, self._arena.payload_bytes)
 
     def _begin(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         task = self._start(coroutine)

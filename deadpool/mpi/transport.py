@@ -21,6 +21,13 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 60.0
 """From a world's start until every slot's sidecar is there."""
 
+MIN_MEASURED_BYTES = 16 << 20
+"""Of snapshots; with `auto`, smaller ones stay with TCP. They move within some 10 ms, for which
+sidecars are not worth their start and their polling."""
+
+_SAY_AFTER_S = 1.0
+"""A world also goes when its epoch, or the job, ends elsewhere first, which is no news."""
+
 _FIRST = Slot(0)
 """Whose guardian starts the worlds and speaks of them: every epoch has it."""
 
@@ -50,13 +57,17 @@ class MpiTransport:
         self._bridge: Bridge | None = None
         self._world: World | None = None
         self._library = ""
+        self._has_said_so = False
+        """That puts of this epoch go by MPI."""
         self._is_hopeless = False
         """A world never came up: with `auto`, none is tried again."""
 
-    def open(self, plan: Plan, slot: Slot, token: bytes) -> None:
-        """An epoch trains: nothing of this may delay a recovery."""
+    def open(self, plan: Plan, slot: Slot, token: bytes, payload_bytes: int) -> None:
+        """An epoch trains: nothing of this may delay a recovery. payload_bytes: of a snapshot."""
         self.close()
-        self._plan, self._slot = plan, slot
+        if self._measures and payload_bytes < MIN_MEASURED_BYTES:
+            return
+        self._plan, self._slot, self._has_said_so = plan, slot, False
         key = world_key(token, plan.epoch)
         self._bridge = Bridge(
             key=key,
@@ -102,17 +113,27 @@ class MpiTransport:
     def note(self, way: Way, num_bytes: int, seconds: float) -> None:
         """A put is done."""
         is_up = self._bridge is not None and self._bridge.state is BridgeState.UP
-        if not is_up or not self._choice.note(way, num_bytes, seconds):
+        if not is_up:
             return
+        is_decided = self._choice.note(way, num_bytes, seconds)
         if self._slot != _FIRST:
             return
+        if way is Way.MPI and self._choice.verdict is Way.MPI and not self._has_said_so:
+            self._has_said_so = True
+            if not is_decided:
+                assert self._plan is not None
+                self._say(f"epoch {self._plan.epoch}: replicas go by mpi; {self._ways_in_words()}")
+        if is_decided:
+            self._say_choice()
+
+    def _say_choice(self) -> None:
         chosen = self._choice.verdict
         assert chosen is not None
         other = Way.TCP if chosen is Way.MPI else Way.MPI
         speed = self._choice.gigabytes_per_s
         self._say(
-            f"replicas go by {chosen.value}: {speed(chosen):.2f} GB/s, by {other.value} "
-            f"{speed(other):.2f} GB/s, {self._choice.num_bytes / 1e6:.3g} MB each; "
+            f"replicas go by {chosen.value}: {speed(chosen):.3g} GB/s, by {other.value} "
+            f"{speed(other):.3g} GB/s, {self._choice.num_bytes / 1e6:.3g} MB each; "
             f"{self._ways_in_words()}"
         )
         if chosen is Way.TCP:
@@ -128,21 +149,21 @@ class MpiTransport:
     # The world
 
     def _is_up(self, library: str) -> None:
-        assert self._plan is not None
         self._library = library
-        if self._slot == _FIRST:
-            self._say(f"epoch {self._plan.epoch}: an MPI world of {len(self._plan.slots)} "
-                      f"sidecars is up ({library})")  # fmt: skip
 
     def _is_lost(self, reason: str) -> None:
         assert self._plan is not None
         if self._world is not None:
             self._world.stop()
         words = f"epoch {self._plan.epoch}: the MPI world is gone ({reason}); replicas go by tcp"
+        logger.info("%s", words)
         if self._slot == _FIRST:
+            loop = asyncio.get_running_loop()
+            loop.call_later(_SAY_AFTER_S, self._say_lost, self._bridge, words)
+
+    def _say_lost(self, bridge: Bridge | None, words: str) -> None:
+        if bridge is not None and bridge is self._bridge:
             self._say(words)
-        else:
-            logger.info("%s", words)
 
     async def _run_world(self, world: World, bridge: Bridge) -> None:
         too_late = asyncio.get_running_loop().call_later(START_TIMEOUT_S, world.stop)

@@ -5,19 +5,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from deadpool.arena import Arena, ReplicaShelf
-from deadpool.mpi import frames
-from deadpool.mpi.bridge import Bridge
-from deadpool.mpi.world import Launcher, World, find_launcher
+from deadpool.arena import Arena, ReplicaShelf, locate
+from deadpool.config import ConfigError, parse_config
+from deadpool.mpi import bridge, frames, world
+from deadpool.mpi.bridge import Bridge, BridgeState
+from deadpool.mpi.choice import NUM_ROUNDS, Choice, Way
+from deadpool.mpi.world import (
+    Kind,
+    Launcher,
+    World,
+    find_launcher,
+    host_list,
+    kind_of,
+    world_command,
+    world_environ,
+)
 from deadpool.protocol.events import AnswerOffer, AnswerPull, Offered, Received
 from deadpool.protocol.types import Epoch, Iteration, Member, MemberId, Node, Slot
-from deadpool.replication import ReplicaServer, put_replica
+from deadpool.replication import ReplicaRefused, ReplicaServer, TcpChannel, put_replica
+from deadpool.wire import WireError
+from tests.deadpool.test_job import node_processes
+from tests.deadpool.test_membership import GATED, hold, wait_until
 
 LAUNCHER = find_launcher(None, {})
 needs_mpi = pytest.mark.skipif(isinstance(LAUNCHER, str), reason=str(LAUNCHER))
@@ -150,7 +166,7 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
     before = set(os.listdir("/dev/shm"))
     asyncio.run(bounded())
     left = psutil.Process().children(recursive=True)
-    gone, alive = psutil.wait_procs(left, timeout=10)
+    _, alive = psutil.wait_procs(left, timeout=10)
     assert not sidecars() and not alive, alive
     assert set(os.listdir("/dev/shm")) <= before
 
@@ -171,3 +187,273 @@ def test_replica_by_sidecars_equals_the_source(num_bytes):
             assert bytes(first.shelf.view(second.slot, 0)) == sources[1]
 
     run(test)
+
+
+@needs_mpi
+def test_byte_flipped_on_its_way_is_refused_and_the_world_goes_on():
+    async def test() -> None:
+        async with guardians(2) as (first, second):
+            source = first.fill(1)
+
+            async def flip() -> None:
+                """Between the chunk's checksum and its sending."""
+                first.arena.payload(0)[frames.CHUNK_BYTES * 3 - 1] ^= 1
+
+            with pytest.raises(ReplicaRefused, match="checksum"):
+                await first.put(second.slot, 7, halfway=flip)
+            assert second.staged == []
+            await flip()
+            await first.put(second.slot, 8)
+            assert bytes(second.shelf.view(first.slot, 0)) == source
+
+    run(test)
+
+
+@needs_mpi
+def test_offer_of_another_epoch_is_refused_and_moves_nothing():
+    async def test() -> None:
+        async with guardians(2, 5000) as (first, second):
+            with pytest.raises(ReplicaRefused, match="epoch 4, now is 5"):
+                await first.put(second.slot, 7, epoch=Epoch(4))
+            assert second.shelf.num_bytes == 0
+
+    run(test)
+
+
+@needs_mpi
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("victim", [0, 1], ids=["owner", "holder"])
+def test_sidecar_lost_in_a_put_leaves_the_epoch_to_tcp(monkeypatch, victim, number):
+    monkeypatch.setattr(bridge, "STALL_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(bridge.SidecarChannel, "answer_timeout_s", 1.0)
+
+    async def test() -> None:
+        async with guardians(2) as running:
+            first, second = running
+            source = first.fill(9)
+
+            async def lose() -> None:
+                os.kill(running[victim].bridge._pid, number)
+
+            with pytest.raises(WireError):
+                await first.put(second.slot, 7, halfway=lose)
+            first.bridge.give_up("as Transfers does")
+            assert second.staged == []
+            # The same epoch, at once, while the holder may still wait for MPI.
+            channel = await TcpChannel.connect(second.member, token=TOKEN)
+            with contextlib.closing(channel):
+                await put_replica(
+                    channel,
+                    slot=first.slot,
+                    epoch=EPOCH,
+                    iteration=Iteration(7),
+                    payload=first.arena.payload(0),
+                )
+            assert second.staged == [(first.slot, 7)]
+            assert await first.ended and await second.ended
+            assert {each.bridge.state for each in running} == {BridgeState.ENDED}
+            assert bytes(second.shelf.view(first.slot, 0)) == source
+
+    run(test)
+
+
+@needs_mpi
+def test_memory_of_a_put_that_was_given_up_is_not_used_again():
+    """The sidecar may write into it after the guardian has turned away."""
+
+    async def test() -> None:
+        async with guardians(2) as (first, second):
+            first.fill(9)
+            abandoned: list[tuple[int, int]] = []
+
+            async def give_up() -> None:
+                while not second.shelf.num_bytes:
+                    await asyncio.sleep(0.001)
+                view = second.shelf.view(first.slot, 0)
+                abandoned.append(identity(view))
+                first.bridge.give_up("a test")
+
+            with pytest.raises(WireError):
+                await first.put(second.slot, 7, halfway=give_up)
+            await second.ended
+            await asyncio.sleep(0)
+            assert identity(second.shelf.memory(first.slot, 0, PAYLOAD_BYTES)) != abandoned[0]
+
+    run(test)
+
+
+def identity(view: memoryview) -> tuple[int, int]:
+    status = os.fstat(locate(view)[0])
+    return status.st_dev, status.st_ino
+
+
+def test_stranger_on_the_guardians_socket_is_refused():
+    async def test() -> None:
+        key = frames.world_key(TOKEN, EPOCH)
+        guardian = Guardian(0, key, 10)
+        servers = asyncio.create_task(guardian.server.serve())
+        guardian.bridge.open()
+        await asyncio.sleep(0)
+        loop = asyncio.get_running_loop()
+        for data in (b"nonsense", b""):
+            with frames.packet_socket() as sock:
+                sock.setblocking(False)
+                await loop.sock_connect(sock, frames.address(key, 0))
+                if data:
+                    await loop.sock_sendall(sock, data)
+                    assert await loop.sock_recv(sock, 100) == b""
+        assert guardian.bridge.state is BridgeState.WAITING
+        guardian.bridge.close()
+        servers.cancel()
+        await asyncio.gather(servers, return_exceptions=True)
+
+    run(test)
+
+
+def test_key_and_address_are_of_one_epoch_and_slot():
+    keys = {frames.world_key(TOKEN, Epoch(epoch)) for epoch in range(3)}
+    assert len({frames.address(key, slot) for key in keys for slot in range(3)}) == 9
+
+
+@needs_mpi
+def test_world_of_another_mpi_says_so():
+    """A launcher that mpi4py's library does not know leaves every rank alone."""
+
+    async def test() -> None:
+        key = frames.world_key(TOKEN, EPOCH)
+        said = await World(Launcher(command=("nice",)), [member(0), member(1)], key).run()
+        assert "a world of 1 instead of 2 ranks: the launcher is of another MPI" in said
+
+    run(test)
+
+
+def test_start_without_mpi_is_refused_with_what_to_install(monkeypatch):
+    monkeypatch.setattr(world.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install mpi4py mpich"):
+        parse_config(["--deadpool-transport", "mpi"])
+    assert parse_config([])[0].mpi_launcher is None
+
+
+def test_launcher_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(world.importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match="no such program"):
+        parse_config(["--deadpool-mpi-launcher", "/nowhere/mpiexec -x"])
+    with pytest.raises(ConfigError, match="no use"):
+        parse_config("--deadpool-transport tcp --deadpool-mpi-launcher sh".split())
+    config, _ = parse_config(["--deadpool-mpi-launcher", "sh -c 'a b'"])
+    assert config.mpi_launcher == Launcher(command=("sh", "-c", "a b"))
+    monkeypatch.setattr(world.shutil, "which", lambda name: f"/bin/{name}")
+    assert find_launcher(None, {"SLURM_JOB_ID": "1"}) == Launcher(command=("srun",))
+
+
+def test_hosts_are_listed_in_rank_order():
+    assert host_list([member(0), member(1)]) is None
+    hosts = [member(s, host=h) for s, h in enumerate(["a", "a", "b", "a"])]
+    assert host_list(hosts) == "a:2,b:1,a:1"
+
+
+@pytest.mark.parametrize(
+    ("command", "version", "kind", "words"),
+    [
+        ("mpiexec", "HYDRA build details:", Kind.HYDRA, "-n 2 -hosts a:1,b:1"),
+        ("mpiexec", "mpiexec (Open MPI) 5.0.11", Kind.OPENMPI, "--host a:1,b:1"),
+        ("/usr/bin/srun", "slurm 22.05", Kind.SLURM, "--overlap --distribution=arbitrary"),
+        ("aprun", "", Kind.OTHER, "aprun -n 2 "),
+    ],
+)
+def test_command_of_a_world_fits_its_launcher(command, version, kind, words):
+    assert kind_of(command, version) is kind
+    slots = [member(0, host="a"), member(1, host="b")]
+    made = " ".join(world_command(Launcher(command=(command,)), kind, slots))
+    assert words in made and made.endswith("-m deadpool.mpi.sidecar 2")
+
+
+def test_secrets_of_the_job_do_not_reach_a_worlds_environment():
+    environ = {
+        "DEADPOOL_TOKEN": "secret", "PMI_RANK": "3", "SLURM_NTASKS": "9", "SLURM_JOB_ID": "1",
+        "OMPI_MCA_btl": "self", "OMPI_COMM_WORLD_RANK": "1", "PATH": "/bin",
+    }  # fmt: skip
+    made = world_environ(environ, Kind.SLURM, b"\1", "/hosts")
+    assert made == {
+        "SLURM_JOB_ID": "1", "PATH": "/bin", "SLURM_HOSTFILE": "/hosts", "DEADPOOL_MPI_KEY": "01",
+    }  # fmt: skip
+    assert world_environ(environ, Kind.OPENMPI, b"\1", None)["OMPI_MCA_btl"] == "self"
+
+
+# Which way
+
+
+def test_choice_takes_turns_then_the_faster():
+    choice = Choice(measures=True)
+    assert choice.pick(Iteration(1), mpi_is_up=False) is Way.TCP
+    ways = [choice.pick(Iteration(i), mpi_is_up=True) for i in range(2 * NUM_ROUNDS)]
+    assert ways == [Way.TCP, Way.MPI] * NUM_ROUNDS
+    decided = [choice.note(way, 10**9, 0.5 if way is Way.MPI else 1.0) for way in ways]
+    assert decided == [False] * (2 * NUM_ROUNDS - 1) + [True]
+    assert choice.gigabytes_per_s(Way.MPI) == 2.0
+    assert choice.verdict is Way.MPI
+    assert choice.pick(Iteration(4), mpi_is_up=True) is Way.MPI
+    assert choice.pick(Iteration(4), mpi_is_up=False) is Way.TCP
+    assert not choice.note(Way.MPI, 10**9, 9.0)
+
+
+def test_choice_counts_no_put_that_moved_nothing():
+    choice = Choice(measures=True)
+    for way in list(Way) * NUM_ROUNDS:
+        assert not choice.note(way, 0, 1.0)
+    assert Choice(measures=False).pick(Iteration(2), mpi_is_up=True) is Way.MPI
+
+
+# Whole jobs
+
+LAUNCH = ["--nodes", "3", "--ranks-per-node", "2", "--spare-nodes", "1"]
+FLAGS = "--pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping --bf16 --train-iters 40".split()
+BY_MPI = ["--deadpool-transport", "mpi"]
+
+
+def wait_for_words(log_dir: Path, words: str) -> None:
+    output = log_dir.parent / "output"
+    wait_until(lambda: output.exists() and words in output.read_text(), f"no {words!r}")
+
+
+@needs_mpi
+@pytest.mark.parametrize("victim", [0, 1], ids=["world-starts-there", "other"])
+def test_job_by_mpi_survives_a_node_and_goes_on_by_mpi(run_job, peace, victim):
+    before = set(os.listdir("/dev/shm"))
+    unfailed = peace(LAUNCH, FLAGS)
+
+    def kill(pid: int, log_dir: Path) -> None:
+        gate = hold(log_dir, 39)
+        wait_for_words(log_dir, "epoch 1: replicas go by mpi")
+        os.killpg(node_processes(pid)[victim].pid, signal.SIGKILL)
+        wait_for_words(log_dir, "epoch 2: replicas go by mpi")
+        gate.unlink()
+
+    job = run_job(LAUNCH, [*FLAGS, *BY_MPI], during=kill, script=GATED)
+    job.check_clean()
+    assert [(s["nodes_lost"], s["spares_used"]) for s in job.swaps] == [([victim], [2])]
+    assert job.losses == unfailed.losses
+    assert job.parameters == unfailed.parameters
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+@needs_mpi
+def test_job_whose_sidecar_is_killed_loses_nothing(run_job, peace):
+    unfailed = peace(LAUNCH, FLAGS)
+
+    def kill(pid: int, log_dir: Path) -> None:
+        gate = hold(log_dir, 39)
+        wait_for_words(log_dir, "epoch 1: replicas go by mpi")
+        below = psutil.Process(pid).children(recursive=True)
+        next(p for p in below if p.name() == "dp-sidecar").kill()
+        wait_for_words(log_dir, "replicas go by tcp")
+        gate.unlink()
+
+    job = run_job(LAUNCH, [*FLAGS, *BY_MPI], during=kill, script=GATED)
+    job.check_clean()
+    assert job.output.count("the MPI world is gone") == 1
+    assert job.swaps == [] and not [
+        r for r in job.records("events.jsonl") if r["event"] == "repair"
+    ]
+    assert job.losses == unfailed.losses
+    assert job.parameters == unfailed.parameters
