@@ -274,7 +274,10 @@ def test_transport_measures_every_method_at_one_mebibyte(
     file = tmp_path / "figures.json"
     assert bench_transport.main(f"--sizes 1MiB --total 4MiB --json {file}".split()) == 0
     figures = json.loads(file.read_text())["figures"]
-    assert [f["method"] for f in figures] == list(bench_transport.METHODS)
+    methods = list(bench_transport.METHODS)
+    if isinstance(bench_transport.LAUNCHER, str):
+        methods.remove("mpi")
+    assert [f["method"].split()[0] for f in figures] == methods
     for figure in figures:
         assert figure["num_bytes"] == 1 << 20 and figure["num_rounds"] == 4
         assert figure["seconds"] > 0 and figure["sender_s"] > 0

@@ -2,8 +2,9 @@
 
 The guardians' own code (`deadpool.replication`) between two processes over loopback, with its
 checksums and without, beside a bare socket and a memory copy of the same bytes: GB/s, and CPU
-seconds per GB of each end. Every size is moved again and again into the same memory; the first
-round, which touches it, is left out. Exit code 2 for input that does not fit.
+seconds per GB of each end, its MPI sidecar included. Every size is moved again and again into the
+same memory; the first round, which touches it, is left out. Exit code 2 for input that does not
+fit.
 """
 
 from __future__ import annotations
@@ -22,18 +23,27 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from deadpool import integrity
-from deadpool.arena import ReplicaShelf, available_bytes
+from deadpool.arena import Arena, ReplicaShelf, available_bytes
+from deadpool.mpi.bridge import Bridge
+from deadpool.mpi.frames import world_key
+from deadpool.mpi.world import Launcher, World, find_launcher
 from deadpool.process import die_with_parent
 from deadpool.protocol.events import AnswerOffer, AnswerPull
 from deadpool.protocol.types import Epoch, Iteration, Member, MemberId, Node, Slot
-from deadpool.replication import ReplicaServer, TcpChannel, pull_replica, put_replica
+from deadpool.replication import (
+    Channel,
+    ReplicaServer,
+    TcpChannel,
+    pull_replica,
+    put_replica,
+)
 from tools.bench_measure import (
     format_size,
     machine,
@@ -45,6 +55,8 @@ from tools.bench_measure import (
 
 HOST = "127.0.0.1"
 _TOKEN = b"b" * 32
+_KEY = world_key(_TOKEN, Epoch(1))
+LAUNCHER = find_launcher(None, {})
 
 METHODS = {
     "replica": "put_replica to a ReplicaServer, as guardians do",
@@ -52,6 +64,7 @@ METHODS = {
     "pull": "pull_replica from a ReplicaServer into fresh memory, as for a restore",
     "pull-no-checksum": "the same with checksums left out",
     "verify": "one process, the sums of its own snapshot, as before a restore",
+    "mpi": "the replica's way by MPI sidecars, where mpi4py and mpiexec are found",
     "socket": "sendall and recv_into of blocking sockets",
     "memcpy": "one process, memory to memory",
 }
@@ -107,16 +120,19 @@ def other_process(body: Callable[[socket.socket], None]) -> Iterator[tuple[int, 
 
 
 class Rounds:
-    """Clocks at the end of each round. receiver: the other process's pid, None without one."""
+    """Clocks at the end of each round. receivers: the other end's pids; senders: those that work
+    for this process."""
 
-    def __init__(self, receiver: int | None) -> None:
-        self._receiver = receiver
+    def __init__(self, *receivers: int, senders: Sequence[int] = ()) -> None:
+        self._receivers = receivers
+        self._senders = senders
         self._marks: list[tuple[float, float, float]] = []
 
     def mark(self) -> None:
         """A round has ended, or the first begins."""
-        other_s = process_cpu_s(self._receiver) if self._receiver is not None else 0.0
-        self._marks.append((time.perf_counter(), time.process_time(), other_s))
+        ours_s = time.process_time() + sum(map(process_cpu_s, self._senders))
+        theirs_s = sum(map(process_cpu_s, self._receivers))
+        self._marks.append((time.perf_counter(), ours_s, theirs_s))
 
     def figure(self, method: str, num_bytes: int) -> Figure:
         spans = [
@@ -136,7 +152,7 @@ class Rounds:
 
 def measure_memcpy(num_bytes: int, num_rounds: int) -> Figure:
     source, target = memory(num_bytes), memory(num_bytes)
-    rounds = Rounds(None)
+    rounds = Rounds()
     rounds.mark()
     for _ in range(num_rounds):
         target[:] = source
@@ -173,7 +189,7 @@ def measure_verify(num_bytes: int, num_rounds: int) -> Figure:
             await integrity.sum_chunks(source)
             rounds.mark()
 
-    source, rounds = memory(num_bytes), Rounds(None)
+    source, rounds = memory(num_bytes), Rounds()
     asyncio.run(verify())
     return rounds.figure("verify", num_bytes)
 
@@ -205,8 +221,8 @@ def _measure_replica(method: str, num_bytes: int, num_rounds: int) -> Figure:
     return rounds.figure(method, num_bytes)
 
 
-async def _serve(listener: socket.socket) -> None:
-    server = ReplicaServer(
+def _server() -> ReplicaServer:
+    return ReplicaServer(
         shelf=ReplicaShelf(),
         token=_TOKEN,
         host=HOST,
@@ -217,13 +233,17 @@ async def _serve(listener: socket.socket) -> None:
         asked=lambda event: AnswerPull(buffer=0, refusal=""),
         damaged=lambda event: None,
     )
+
+
+async def _serve(listener: socket.socket) -> None:
+    server = _server()
     sock, _ = listener.accept()
     sock.sendall(b"%d" % server.port)
     await server.serve()
 
 
 async def _pull(port: int, source: memoryview, num_rounds: int, rounds: Rounds) -> None:
-    await _put(port, source, 0, Rounds(None))
+    await _put(port, source, 0, Rounds())
     for _ in range(num_rounds + 1):
         replica = await pull_replica(
             _holder(port), token=_TOKEN, slot=Slot(0), epoch=Epoch(1), iteration=Iteration(0)
@@ -244,7 +264,8 @@ def _holder(port: int) -> Member:
 
 
 async def _put(port: int, source: memoryview, num_rounds: int, rounds: Rounds) -> None:
-    with contextlib.closing(await TcpChannel.connect(_holder(port), token=_TOKEN)) as channel:
+    channel = await TcpChannel.connect(_holder(port), token=_TOKEN)
+    with contextlib.closing(channel):
         for number in range(num_rounds + 1):
             await put_replica(
                 channel,
@@ -256,12 +277,86 @@ async def _put(port: int, source: memoryview, num_rounds: int, rounds: Rounds) -
             rounds.mark()
 
 
+def measure_mpi(num_bytes: int, num_rounds: int) -> Figure:
+    """The figure's time has no start of the world in it."""
+
+    def hold(listener: socket.socket) -> None:
+        asyncio.run(_hold_mpi(listener))
+
+    with (
+        other_process(hold) as (pid, listener),
+        socket.create_connection(listener.getsockname()) as sock,
+    ):
+        arena = Arena.create()
+        arena.resize(num_bytes)
+        return asyncio.run(_put_mpi(arena.payload(0), num_rounds, pid, sock))
+
+
+def _bridge(
+    slot: int, serve: Callable[[Channel], Coroutine[Any, Any, None]]
+) -> tuple[Bridge, asyncio.Future[str]]:
+    """A sidecar's guardian, and its library once the world is up."""
+    loop = asyncio.get_running_loop()
+    library: asyncio.Future[str] = loop.create_future()
+    bridge = Bridge(
+        key=_KEY,
+        slot=Slot(slot),
+        serve=serve,
+        start=loop.create_task,
+        up=library.set_result,
+        ended=lambda reason: None,
+    )
+    bridge.open()
+    return bridge, library
+
+
+async def _hold_mpi(listener: socket.socket) -> None:
+    bridge, library = _bridge(1, _server().serve_channel)
+    sock, _ = listener.accept()
+    await library
+    sock.sendall(b"%d" % bridge.sidecar_pid)
+    await asyncio.Event().wait()
+
+
+async def _put_mpi(
+    source: memoryview, num_rounds: int, receiver: int, sock: socket.socket
+) -> Figure:
+    assert isinstance(LAUNCHER, Launcher)
+    bridge, library = _bridge(0, _server().serve_channel)
+    world = World(LAUNCHER, [_holder(port=1), _holder(port=1)], _KEY)
+    launched = asyncio.create_task(world.run())
+    try:
+        await asyncio.wait([library, launched], return_when=asyncio.FIRST_COMPLETED)
+        if launched.done():
+            raise OSError(f"no MPI world: {launched.result()}")
+        loop = asyncio.get_running_loop()
+        theirs = int(await loop.run_in_executor(None, sock.recv, 16))
+        rounds = Rounds(receiver, theirs, senders=[bridge.sidecar_pid])
+        for number in range(num_rounds + 1):
+            await put_replica(
+                bridge.channel_to(Slot(1)),
+                slot=Slot(0),
+                epoch=Epoch(1),
+                iteration=Iteration(number),
+                payload=source,
+            )
+            rounds.mark()
+        return rounds.figure(f"mpi ({library.result()})", len(source))
+    finally:
+        bridge.close()
+        world.stop()
+        await launched
+
+
 MEASURES: dict[str, Callable[[int, int], Figure]] = {
     **{
         method: functools.partial(measure_replica, method)
         for method in ("replica", "no-checksum", "pull", "pull-no-checksum")
     },
     "verify": measure_verify,
+    "replica": measure_replica,
+    "no-checksum": lambda size, rounds: measure_replica(size, rounds, with_checksum=False),
+    "mpi": measure_mpi,
     "socket": measure_socket,
     "memcpy": measure_memcpy,
 }
@@ -306,7 +401,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--methods",
         nargs="+",
-        default=list(METHODS),
+        default=[name for name in METHODS if name != "mpi" or isinstance(LAUNCHER, Launcher)],
         choices=list(METHODS),
         help="; ".join(f"{name}: {text}" for name, text in METHODS.items()),
     )
@@ -324,6 +419,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sizes, total = [parse_size(text) for text in args.sizes], parse_size(args.total)
     except ValueError as error:
         parser.error(str(error))
+    if "mpi" in args.methods and isinstance(LAUNCHER, str):
+        parser.error(f"--methods mpi: {LAUNCHER}")
     needed, has = 2 * max(sizes), available_bytes()
     if needed > 0.9 * has:
         parser.error(

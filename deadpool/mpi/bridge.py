@@ -186,7 +186,8 @@ class Bridge:
         self._socket: socket.socket | None = None
         self._pidfd = -1
         self._segments: set[str] = set()
-        self._pid = 0
+        self.sidecar_pid = 0
+        """Once it has attached."""
         self._channels: dict[tuple[Slot, Slot], SidecarChannel] = {}
         """By peer and owner."""
         self._servers: list[asyncio.Task[Any]] = []
@@ -281,7 +282,7 @@ class Bridge:
         if user != os.geteuid():
             raise NotOfThisJob(f"it belongs to user {user}")
         self._pidfd = os.pidfd_open(pid)
-        self._pid = pid
+        self.sidecar_pid = pid
         self._segments = f.segments(pid)
         self._socket = sock
 
@@ -300,7 +301,7 @@ class Bridge:
         match frame:
             case f.Up():
                 self.state = BridgeState.UP
-                self._segments |= f.segments(self._pid)
+                self._segments |= f.segments(self.sidecar_pid)
                 self._up(frame.library)
             case f.Say():
                 message = parse_message(frame.body)
@@ -334,7 +335,7 @@ class Bridge:
         """Hang up, see the sidecar end, and remove what its library leaves."""
         if self._socket is None:
             return
-        self._segments |= f.segments(self._pid)
+        self._segments |= f.segments(self.sidecar_pid)
         self._socket.close()
         self._socket = None
         try:

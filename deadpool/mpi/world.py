@@ -171,8 +171,7 @@ class World:
             try:
                 await self._follow(process)
             finally:
-                if process.returncode is None:
-                    process.kill()
+                _signal(process, signal.SIGKILL)
             output.seek(max(0, output.seek(0, os.SEEK_END) - _TAIL_BYTES))
             return output.read().decode(errors="replace").strip()
 
@@ -182,11 +181,18 @@ class World:
         try:
             await asyncio.wait([ended, stopping], return_when=asyncio.FIRST_COMPLETED)
             if not ended.done():
-                process.send_signal(signal.SIGTERM)
+                _signal(process, signal.SIGTERM)
                 await asyncio.wait([ended], timeout=_STOP_TIMEOUT_S)
         finally:
             for waiter in (ended, stopping):
                 waiter.cancel()
+
+
+def _signal(process: asyncio.subprocess.Process, number: int) -> None:
+    try:
+        process.send_signal(number)
+    except ProcessLookupError:
+        pass  # It has ended by itself.
 
 
 def _memory_file(name: str, text: str) -> BinaryIO:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
@@ -233,7 +234,7 @@ def test_sidecar_lost_in_a_put_leaves_the_epoch_to_tcp(monkeypatch, victim, numb
             source = first.fill(9)
 
             async def lose() -> None:
-                os.kill(running[victim].bridge._pid, number)
+                os.kill(running[victim].bridge.sidecar_pid, number)
 
             with pytest.raises(WireError):
                 await first.put(second.slot, 7, halfway=lose)
@@ -457,3 +458,21 @@ def test_job_whose_sidecar_is_killed_loses_nothing(run_job, peace):
     ]
     assert job.losses == unfailed.losses
     assert job.parameters == unfailed.parameters
+
+
+@needs_mpi
+def test_job_left_to_itself_measures_both_ways_and_says_which(run_job):
+    large = "--hidden-size 256 --train-iters 40 --bf16".split()
+
+    def wait(pid: int, log_dir: Path) -> None:
+        gate = hold(log_dir, 39)
+        wait_for_words(log_dir, "[deadpool] replicas go by ")
+        gate.unlink()
+
+    alone = ["--nodes", "3", "--ranks-per-node", "1", "--spare-nodes", "1"]
+    job = run_job(alone, large, during=wait, script=GATED, drop=["--hidden-size"])
+    job.check_clean()
+    said = re.findall(r"replicas go by (\w+): \S+ GB/s, by (\w+) \S+ GB/s, .*", job.output)
+    assert [set(ways) for ways in said] == [{"tcp", "mpi"}], job.output
+    assert "tcp over lo (127.0.0.1)" in job.output
+    assert "the MPI world is gone" not in job.output
