@@ -37,6 +37,8 @@ setup(
         "mpi": ["mpi4py>=4.1"],
         "test": [
             "hypothesis>=6.100",
+            "mpi4py>=4.1",
+            "mpich>=4.3",
             "mypy>=1.15",
             "pytest>=8",
             "pytest-timeout>=2.3",

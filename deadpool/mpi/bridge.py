@@ -186,6 +186,7 @@ class Bridge:
         self._socket: socket.socket | None = None
         self._pidfd = -1
         self._segments: set[str] = set()
+        self._session = ""
         self.sidecar_pid = 0
         """Once it has attached."""
         self._channels: dict[tuple[Slot, Slot], SidecarChannel] = {}
@@ -240,7 +241,7 @@ class Bridge:
             await self._attach()
             while True:
                 self._handle(await self._receive())
-        except WireError as error:
+        except OSError as error:  # WireError, or no socket to listen on.
             self._end(str(error), is_lost=True)
         except asyncio.CancelledError:
             pass  # By `_end`, or by the guardian's end: what is left is to put the sidecar down.
@@ -302,6 +303,7 @@ class Bridge:
             case f.Up():
                 self.state = BridgeState.UP
                 self._segments |= f.segments(self.sidecar_pid)
+                self._session = frame.session
                 self._up(frame.library)
             case f.Say():
                 message = parse_message(frame.body)
@@ -345,6 +347,7 @@ class Bridge:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
             os.close(self._pidfd)
             f.sweep(self._segments)
+            f.sweep_session(self._session)
 
 
 async def _readable(descriptor: int, timeout_s: float) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import shutil
 import socket
 
 import msgspec
@@ -53,6 +54,8 @@ class Up(msgspec.Struct, tag=True, frozen=True):
     """To the guardian: the world is whole, every sidecar has its guardian."""
 
     library: str
+    session: str
+    """Folder of the daemon that started the sidecar; empty where the library has none."""
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
@@ -111,6 +114,21 @@ def sweep(paths: set[str]) -> None:
             os.unlink(path)
         except OSError:
             pass  # A neighbour that had it mapped, too, was first.
+
+
+def sweep_session(folder: str) -> None:
+    """Remove the session folder of an Open MPI daemon that was killed; a live one does itself."""
+    name, _, pid = os.path.basename(folder).partition(".")
+    if name in ("ompi", "prte") and pid.isdigit() and not _runs(pid):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _runs(pid: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def packet_socket() -> socket.socket:

@@ -189,7 +189,8 @@ def main(argv: list[str]) -> NoReturn:
             )
         link = Link.attach(key, world.rank)
         _meet(world, link)
-        link.send(f.Up(library=_library(MPI)))
+        session = os.environ.get("PMIX_SERVER_TMPDIR", "")
+        link.send(f.Up(library=_library(MPI), session=session))
         Mover(MPI, world, link).run()
     except EOFError:
         code = 0  # The epoch has ended, or its guardian.

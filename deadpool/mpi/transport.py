@@ -118,33 +118,32 @@ class MpiTransport:
         is_decided = self._choice.note(way, num_bytes, seconds)
         if self._slot != _FIRST:
             return
+        if is_decided:
+            self._has_said_so = True
+            self._say_choice()
         if way is Way.MPI and self._choice.verdict is Way.MPI and not self._has_said_so:
             self._has_said_so = True
-            if not is_decided:
-                assert self._plan is not None
-                self._say(f"epoch {self._plan.epoch}: replicas go by mpi; {self._ways_in_words()}")
-        if is_decided:
-            self._say_choice()
+            assert self._plan is not None
+            self._say(f"epoch {self._plan.epoch}: replicas go by mpi ({self._mpi_in_words()})")
 
     def _say_choice(self) -> None:
         chosen = self._choice.verdict
         assert chosen is not None
-        other = Way.TCP if chosen is Way.MPI else Way.MPI
+        assert self._plan is not None
+        host = self._plan.slots[self._slot].host
         speed = self._choice.gigabytes_per_s
         self._say(
-            f"replicas go by {chosen.value}: {speed(chosen):.3g} GB/s, by {other.value} "
-            f"{speed(other):.3g} GB/s, {self._choice.num_bytes / 1e6:.3g} MB each; "
-            f"{self._ways_in_words()}"
+            f"replicas go by {chosen.value}: tcp moves {speed(Way.TCP):.3g} GB/s over "
+            f"{interface_of(host)}, mpi {speed(Way.MPI):.3g} GB/s ({self._mpi_in_words()}), "
+            f"{self._choice.num_bytes / 1e6:.3g} MB each"
         )
         if chosen is Way.TCP:
             self.close()
 
-    def _ways_in_words(self) -> str:
+    def _mpi_in_words(self) -> str:
         assert self._plan is not None
-        host = self._plan.slots[self._slot].host
         is_local = len({member.host for member in self._plan.slots}) == 1
-        way = "within this machine" if is_local else "over the device it chose"
-        return f"tcp over {interface_of(host)}, {self._library} {way}"
+        return f"{self._library} {'within this machine' if is_local else 'over its own device'}"
 
     # The world
 
@@ -156,7 +155,7 @@ class MpiTransport:
         if self._world is not None:
             self._world.stop()
         words = f"epoch {self._plan.epoch}: the MPI world is gone ({reason}); replicas go by tcp"
-        logger.info("%s", words)
+        logger.info("slot %d: %s", self._slot, words)
         if self._slot == _FIRST:
             loop = asyncio.get_running_loop()
             loop.call_later(_SAY_AFTER_S, self._say_lost, self._bridge, words)
@@ -166,19 +165,24 @@ class MpiTransport:
             self._say(words)
 
     async def _run_world(self, world: World, bridge: Bridge) -> None:
-        too_late = asyncio.get_running_loop().call_later(START_TIMEOUT_S, world.stop)
+        def stop_late() -> None:
+            if bridge.state is BridgeState.WAITING:
+                world.stop()
+
+        too_late = asyncio.get_running_loop().call_later(START_TIMEOUT_S, stop_late)
         try:
             said = await world.run()
         except OSError as error:
             said = str(error)
         finally:
             too_late.cancel()
+        if said:
+            logger.info("the MPI launcher said: %s", said)
         if bridge.state is BridgeState.WAITING:
             self._is_hopeless = self._measures
             bridge.close()
             line = said.splitlines()[-1] if said else "it was not up in time"
             self._say(f"no MPI world: {line}; replicas go by tcp")
-            logger.warning("the MPI launcher said: %s", said)
 
     @staticmethod
     def _say(words: str) -> None:
