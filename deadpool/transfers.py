@@ -284,7 +284,7 @@ class Transfers:
             self._feed(e.FetchFailed(epoch=action.epoch, reason=reason))
             return
         while lane.is_open():
-            way = self._mpi.pick(action.iteration) if self._mpi is not None else Way.TCP
+            way = self._mpi.pick() if self._mpi is not None else Way.TCP
             try:
                 channel = await self._channel(lane, way, action.holder)
                 started = time.monotonic()

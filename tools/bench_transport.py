@@ -354,8 +354,6 @@ MEASURES: dict[str, Callable[[int, int], Figure]] = {
         for method in ("replica", "no-checksum", "pull", "pull-no-checksum")
     },
     "verify": measure_verify,
-    "replica": measure_replica,
-    "no-checksum": lambda size, rounds: measure_replica(size, rounds, with_checksum=False),
     "mpi": measure_mpi,
     "socket": measure_socket,
     "memcpy": measure_memcpy,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import enum
 import statistics
 
-from deadpool.protocol.types import Iteration
-
 NUM_ROUNDS = 3
 """Puts of each that are timed."""
 
@@ -29,11 +27,11 @@ class Choice:
         self.num_bytes = 0
         """Of the last put that was timed."""
 
-    def pick(self, iteration: Iteration, *, mpi_is_up: bool) -> Way:
-        """Measured in turns that all slots take alike, as they share the machine's memory."""
+    def pick(self, *, mpi_is_up: bool) -> Way:
+        """In turns while it measures, which all slots take alike, as they share the machine."""
         if not mpi_is_up:
             return Way.TCP
-        return self.verdict or (Way.MPI if iteration % 2 else Way.TCP)
+        return self.verdict or min(Way, key=lambda way: len(self._figures[way]))
 
     def note(self, way: Way, num_bytes: int, seconds: float) -> bool:
         """A put that was made while the world was up, in a healthy epoch. Whether it decides."""

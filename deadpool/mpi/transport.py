@@ -13,7 +13,7 @@ from deadpool.mpi.bridge import Bridge, BridgeState
 from deadpool.mpi.choice import Choice, Way
 from deadpool.mpi.frames import world_key
 from deadpool.mpi.world import Launcher, World
-from deadpool.protocol.types import Iteration, Member, Plan, Slot
+from deadpool.protocol.types import Member, Plan, Slot
 from deadpool.replication import Channel
 
 logger = logging.getLogger(__name__)
@@ -94,9 +94,9 @@ class MpiTransport:
 
     # Puts
 
-    def pick(self, iteration: Iteration) -> Way:
+    def pick(self) -> Way:
         is_up = self._bridge is not None and self._bridge.state is BridgeState.UP
-        return self._choice.pick(iteration, mpi_is_up=is_up)
+        return self._choice.pick(mpi_is_up=is_up)
 
     def channel_to(self, holder: Member) -> Channel:
         """For one put. Raises WireError when there is no world any more."""
