@@ -17,6 +17,7 @@ import pytest
 
 from deadpool.arena import Arena, ReplicaShelf, locate
 from deadpool.config import ConfigError, parse_config
+from deadpool.messages import Offer
 from deadpool.mpi import bridge, frames, world
 from deadpool.mpi.bridge import Bridge, BridgeState
 from deadpool.mpi.choice import NUM_ROUNDS, Choice, Way
@@ -32,7 +33,13 @@ from deadpool.mpi.world import (
 )
 from deadpool.protocol.events import AnswerOffer, AnswerPull, Offered, Received
 from deadpool.protocol.types import Epoch, Iteration, Member, MemberId, Node, Slot
-from deadpool.replication import ReplicaRefused, ReplicaServer, TcpChannel, put_replica
+from deadpool.replication import (
+    Channel,
+    ReplicaRefused,
+    ReplicaServer,
+    TcpChannel,
+    put_replica,
+)
 from deadpool.wire import WireError
 from tests.deadpool.test_job import node_processes
 from tests.deadpool.test_membership import GATED, hold, wait_until
@@ -108,6 +115,17 @@ class Guardian:
             **changes,
         }
         return await put_replica(self.bridge.channel_to(holder), **given)
+
+
+async def put_by_tcp(owner: Guardian, holder: Guardian) -> None:
+    with contextlib.closing(await TcpChannel.connect(holder.member, token=TOKEN)) as channel:
+        await put_replica(
+            channel,
+            slot=owner.slot,
+            epoch=EPOCH,
+            iteration=Iteration(7),
+            payload=owner.arena.payload(0),
+        )
 
 
 def member(slot: int, data_port: int = 1, host: str = "127.0.0.1") -> Member:
@@ -249,15 +267,7 @@ def test_sidecar_lost_in_a_put_leaves_the_epoch_to_tcp(monkeypatch, victim, numb
             first.bridge.give_up("as Transfers does")
             assert second.staged == []
             # The same epoch, at once, while the holder may still wait for MPI.
-            channel = await TcpChannel.connect(second.member, token=TOKEN)
-            with contextlib.closing(channel):
-                await put_replica(
-                    channel,
-                    slot=first.slot,
-                    epoch=EPOCH,
-                    iteration=Iteration(7),
-                    payload=first.arena.payload(0),
-                )
+            await put_by_tcp(first, second)
             assert second.staged == [(first.slot, 7)]
             assert await first.ended and await second.ended
             assert {each.bridge.state for each in running} == {BridgeState.ENDED}
@@ -287,6 +297,51 @@ def test_memory_of_a_put_that_was_given_up_is_not_used_again():
             await second.ended
             await asyncio.sleep(0)
             assert identity(second.shelf.memory(first.slot, 0, PAYLOAD_BYTES)) != abandoned[0]
+
+    run(test)
+
+
+class SilentChannel(Channel):
+    """Brings an offer, and then nothing, as from an owner that has given the way up."""
+
+    outlives_owner = True
+    peer = "nobody"
+
+    def __init__(self, offer: Offer) -> None:
+        self._offer: Offer | None = offer
+
+    async def send(self, message: Any) -> None:
+        pass
+
+    async def send_bytes(self, view: memoryview) -> None:
+        raise AssertionError
+
+    async def receive(self, first_byte_timeout_s: float | None = None) -> Any:
+        assert self._offer is not None
+        offer, self._offer = self._offer, None
+        return offer
+
+    async def receive_bytes(self, view: memoryview) -> None:
+        await asyncio.Event().wait()
+
+
+def test_put_by_tcp_does_not_wait_for_the_same_slots_put_by_mpi():
+    async def test() -> None:
+        key = frames.world_key(TOKEN, EPOCH)
+        first, second = Guardian(0, key, 5000), Guardian(1, key, 5000)
+        servers = asyncio.create_task(second.server.serve())
+        offer = Offer(
+            slot=first.slot, epoch=EPOCH, iteration=Iteration(7), num_bytes=5000, checksum=None
+        )
+        silent = asyncio.create_task(second.server.serve_channel(SilentChannel(offer)))
+        while not second.shelf.num_bytes:
+            await asyncio.sleep(0)
+        await put_by_tcp(first, second)
+        assert second.staged == [(first.slot, 7)] and silent.cancelled()
+        servers.cancel()
+        await asyncio.gather(servers, return_exceptions=True)
+        first.close()
+        second.close()
 
     run(test)
 
