@@ -22,6 +22,8 @@ MAX_IN_FLIGHT = 4
 """Messages of one payload."""
 
 KEY_VARIABLE = "DEADPOOL_MPI_KEY"
+SIDECAR_SAYS = "deadpool sidecar: "
+"""Before what a sidecar prints, for its guardian to find among a launcher's words."""
 
 
 class Say(msgspec.Struct, tag=True, frozen=True):

@@ -196,10 +196,10 @@ def main(argv: list[str]) -> NoReturn:
         code = 0  # The epoch has ended, or its guardian.
     except OSError as error:
         if link is None or error.errno not in (errno.EPIPE, errno.ECONNRESET):
-            print(f"deadpool sidecar: {error}", file=sys.stderr, flush=True)
+            print(f"{f.SIDECAR_SAYS}{error}", file=sys.stderr, flush=True)
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"
-        print(f"deadpool sidecar: {reason}", file=sys.stderr, flush=True)
+        print(f"{f.SIDECAR_SAYS}{reason}", file=sys.stderr, flush=True)
         if link is not None:
             try:
                 link.send(f.Failed(reason=reason[:1000]))

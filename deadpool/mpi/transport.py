@@ -11,7 +11,7 @@ from typing import Any
 from deadpool.interfaces import interface_of
 from deadpool.mpi.bridge import Bridge, BridgeState
 from deadpool.mpi.choice import Choice, Way
-from deadpool.mpi.frames import world_key
+from deadpool.mpi.frames import SIDECAR_SAYS, world_key
 from deadpool.mpi.world import Launcher, World
 from deadpool.protocol.types import Member, Plan, Slot
 from deadpool.replication import Channel
@@ -181,9 +181,15 @@ class MpiTransport:
         if bridge.state is BridgeState.WAITING:
             self._is_hopeless = self._measures
             bridge.close()
-            line = said.splitlines()[-1] if said else "it was not up in time"
-            self._say(f"no MPI world: {line}; replicas go by tcp")
+            self._say(f"no MPI world: {_gist(said)}; replicas go by tcp")
 
     @staticmethod
     def _say(words: str) -> None:
         print(f"[deadpool] {words}", flush=True)
+
+
+def _gist(said: str) -> str:
+    """The line of a launcher's output that says most: a sidecar's own, else the last."""
+    lines = said.splitlines() or ["it was not up in time"]
+    ours = [line for line in lines if line.startswith(SIDECAR_SAYS)]
+    return (ours or lines)[-1].removeprefix(SIDECAR_SAYS)

@@ -505,6 +505,23 @@ def test_job_by_mpi_survives_a_node_and_goes_on_by_mpi(run_job, peace, victim):
 
 
 @needs_mpi
+def test_job_whose_launcher_is_of_another_mpi_says_so_and_trains(run_job):
+    few = [*FLAGS[:-1], "12"]
+
+    def wait(pid: int, log_dir: Path) -> None:
+        gate = hold(log_dir, 12)
+        wait_for_words(log_dir, "no MPI world: RuntimeError: a world of 1 instead of 4 ranks")
+        gate.unlink()
+
+    # `nice -n 4 python ...` starts one rank that knows of no others.
+    job = run_job(
+        LAUNCH, [*few, *BY_MPI, "--deadpool-mpi-launcher", "nice"], during=wait, script=GATED
+    )
+    job.check_clean()
+    assert len(job.losses) == 12
+
+
+@needs_mpi
 def test_job_whose_sidecar_is_killed_loses_nothing(run_job, peace):
     unfailed = peace(LAUNCH, FLAGS)
 
