@@ -94,8 +94,8 @@ def get_plan() -> Plan:
     return plan
 
 
-def get_neighbour() -> Slot:
-    """The slot whose node's memory keeps the replica of this slot."""
+def get_neighbours() -> tuple[Slot, ...]:
+    """The slots whose nodes' memories keep the replicas of this slot, the nearest first."""
     return get_plan().holders[get_slot()]
 
 

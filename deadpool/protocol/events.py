@@ -287,13 +287,13 @@ class TellCommitted:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Put:
-    """Bring the snapshot of `iteration` to the holder, after earlier puts; tried again until
-    PutDone or CancelTransfers."""
+    """Bring the snapshot of `iteration` to all holders, to each after earlier puts; tried again
+    until PutDone (all have it) or CancelTransfers."""
 
     epoch: Epoch
     iteration: Iteration
     slot: Slot
-    holder: Member
+    holders: tuple[Member, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

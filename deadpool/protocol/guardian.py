@@ -47,7 +47,7 @@ class Guardian:
 
     def __init__(self, settings: Settings, me: Member) -> None:
         self._settings = settings
-        self._holders = choose_holders(settings.grid)
+        self._holders = choose_holders(settings.grid, settings.replicas)
         self.me = me
         self.standing = Standing.JOINING
         self.leader: Leader | None = None
@@ -568,7 +568,7 @@ class Guardian:
             epoch=self.promised,
             iteration=iteration,
             slot=self.slot,
-            holder=self.plan.slots[self.plan.holders[self.slot]],
+            holders=tuple(self.plan.slots[holder] for holder in self.plan.holders[self.slot]),
         )
 
     def _put_done(self, event: e.PutDone) -> list[Action | StepDown]:

@@ -6,6 +6,7 @@ job. The numbers are those of the architecture's invariants.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Set
 
 from deadpool.protocol.types import (
@@ -24,7 +25,6 @@ from deadpool.protocol.types import (
     Plan,
     Roster,
     RosterId,
-    Slot,
 )
 
 DOCUMENTED_ENDS = frozenset(
@@ -55,46 +55,37 @@ def require(holds: bool, broken: str) -> None:
 # 1: shard completeness
 
 
-def nodes_needed(
+def nodes_with(
     iteration: Iteration, plan: Plan, memories: Mapping[MemberId, Holdings]
-) -> Set[Node]:
-    """Nodes of the plan whose loss alone leaves `iteration` incomplete in memory."""
-    kept_on: dict[Slot, set[Node]] = {}
+) -> list[Set[Node]]:
+    """For each slot of the plan, the nodes that hold `iteration` of it."""
+    kept_on: list[set[Node]] = [set() for _ in plan.slots]
     for slot, member in enumerate(plan.slots):
-        nodes = kept_on.setdefault(Slot(slot), set())
-        if iteration in memories[member.member].own:
-            nodes.add(member.node)
-    for member in plan.slots:
-        for slot, kept in memories[member.member].replicas:
+        holdings = memories[member.member]
+        if iteration in holdings.own:
+            kept_on[slot].add(member.node)
+        for other, kept in holdings.replicas:
             if kept == iteration:
-                kept_on[slot].add(member.node)
-    needed: set[Node] = set()
-    for nodes in kept_on.values():
-        if not nodes:
-            return {member.node for member in plan.slots}
-        if len(nodes) == 1:
-            needed |= nodes
-    return needed
+                kept_on[other].add(member.node)
+    return [frozenset(nodes) for nodes in kept_on]
 
 
 def check_completeness(
     plan: Plan, committed: Iteration, highest: Iteration, memories: Mapping[MemberId, Holdings]
 ) -> None:
-    """While all slots live: whichever node is lost next, an iteration from `committed` on can be
-    restored everywhere.
+    """While all slots live: whichever nodes are lost next, as many as there are replicas, an
+    iteration from `committed` on can be restored everywhere.
 
     committed: in the plan's epoch. highest: the newest that any slot has completed.
     """
-    needed: Set[Node] | None = None
-    for iteration in range(committed, highest + 1):
-        here = nodes_needed(Iteration(iteration), plan, memories)
-        needed = here if needed is None else needed & here
-        if not needed:
-            return
-    raise Violated(
-        f"1: {committed} is committed in epoch {plan.epoch}, and without one of the nodes "
-        f"{sorted(needed or ())} no iteration from it on can be restored everywhere"
-    )
+    places = [nodes_with(Iteration(i), plan, memories) for i in range(committed, highest + 1)]
+    nodes = sorted({member.node for member in plan.slots})
+    for lost in itertools.combinations(nodes, len(plan.holders[0])):
+        if not any(all(kept.difference(lost) for kept in place) for place in places):
+            raise Violated(
+                f"1: {committed} is committed in epoch {plan.epoch}, and without the nodes "
+                f"{list(lost)} no iteration from it on can be restored everywhere"
+            )
 
 
 # 2 and 4: who is who
@@ -105,10 +96,10 @@ def check_plan(plan: Plan) -> None:
     require(len(set(members)) == len(members), f"2: a member holds two slots: {members}")
     require(
         all(
-            plan.slots[holder].node != plan.slots[slot].node
-            for slot, holder in enumerate(plan.holders)
+            len({plan.slots[x].node for x in (slot, *holders)}) == 1 + len(holders)
+            for slot, holders in enumerate(plan.holders)
         ),
-        f"1: a replica lies on its owner's node in epoch {plan.epoch}",
+        f"1: two copies of a slot lie on one node in epoch {plan.epoch}",
     )
 
 

@@ -57,6 +57,8 @@ class Settings:
     grid: Grid
     num_spare_nodes: int
     """Complete nodes beyond the grid at launch."""
+    replicas: int
+    """Of each slot's snapshots, each on another node."""
     bounds: Bounds
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Set
 
 from deadpool.protocol.types import Holdings, Iteration, Member, MemberId, Node, Slot
@@ -48,27 +49,40 @@ def node_position(grid: Grid, slot: Slot) -> int:
 
 
 @functools.lru_cache(maxsize=8)  # Simulations have thousands of cores in one process.
-def choose_holders(grid: Grid) -> tuple[Slot, ...]:
-    """For each slot, the slot whose member keeps its replica: the next data-parallel peer on
-    another node; where all peers share the node, the same place on the next node.
+def choose_holders(grid: Grid, replicas: int) -> tuple[tuple[Slot, ...], ...]:
+    """For each slot, the slots whose members keep its replicas, each on a node of its own: the
+    next data-parallel peers on other nodes; where those are too few, the same place on the next
+    nodes.
 
-    Raises ValueError where there is no other node.
+    Raises ValueError where there are not so many other nodes.
     """
     if grid.num_nodes < 2:
         raise ValueError(
             f"{grid.world_size} ranks on one node: no other node can hold a replica, so the loss "
             "of the node would lose the training state"
         )
-    holders = []
-    for slot in map(Slot, range(grid.world_size)):
-        here = node_position(grid, slot)
-        for peer in grid.data_parallel_ring(slot):
-            if node_position(grid, peer) != here:
-                holders.append(peer)
-                break
-        else:
-            holders.append(Slot((slot + grid.ranks_per_node) % grid.world_size))
-    return tuple(holders)
+    if not 1 <= replicas < grid.num_nodes:
+        raise ValueError(
+            f"{replicas} replicas on {grid.num_nodes} nodes that train: each lies on another node, "
+            f"so there can be 1 to {grid.num_nodes - 1}"
+        )
+    return tuple(
+        tuple(itertools.islice(_holders_of(grid, slot), replicas))
+        for slot in map(Slot, range(grid.world_size))
+    )
+
+
+def _holders_of(grid: Grid, slot: Slot) -> Iterator[Slot]:
+    """One on each other node, in the order of preference."""
+    used = {node_position(grid, slot)}
+    next_nodes = (
+        Slot((slot + k * grid.ranks_per_node) % grid.world_size) for k in range(1, grid.num_nodes)
+    )
+    for holder in itertools.chain(grid.data_parallel_ring(slot), next_nodes):
+        node = node_position(grid, holder)
+        if node not in used:
+            used.add(node)
+            yield holder
 
 
 def assign_slots(

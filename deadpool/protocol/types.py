@@ -112,8 +112,8 @@ class Plan:
     epoch: Epoch
     slots: tuple[Member, ...]
     """Indexed by slot."""
-    holders: tuple[Slot, ...]
-    """Indexed by slot: the slot whose member holds this slot's replica."""
+    holders: tuple[tuple[Slot, ...], ...]
+    """Indexed by slot: the slots whose members hold this slot's replicas, the nearest first."""
     restart: Restart
 
     def member_of(self, member: MemberId) -> Member:

@@ -85,7 +85,9 @@ class Cluster:
     def __init__(
         self, grid: Grid, num_spare_nodes: int = 1, *, observe: Observer | None = None
     ) -> None:
-        self.settings = Settings(grid=grid, num_spare_nodes=num_spare_nodes, bounds=BOUNDS)
+        self.settings = Settings(
+            grid=grid, num_spare_nodes=num_spare_nodes, replicas=1, bounds=BOUNDS
+        )
         self.grid = grid
         self.cores: dict[MemberId, Guardian] = {}
         """Those alive."""
@@ -294,7 +296,8 @@ class Cluster:
 
     def _replicate(self, me: MemberId, put: e.Put) -> None:
         """The holder's core decides as in a job; the bytes are always there."""
-        holder = self.cores.get(put.holder.member)
+        (member,) = put.holders
+        holder = self.cores.get(member.member)
         if holder is None:
             return
         offered = e.Offered(

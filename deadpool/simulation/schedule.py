@@ -49,13 +49,16 @@ class Scenario:
     returns: float
     """How often a node that was lost comes back under its name."""
     kinds: tuple[str, ...]
+    replicas: int = 1
 
 
 def scenario_of(seed: int, num_nodes: int | None = None) -> Scenario:
     chooser = random.Random(f"scenario {seed}")
+    nodes = num_nodes or chooser.choice((2, 2, 3, 3, 4))
     return Scenario(
         seed=seed,
-        num_nodes=num_nodes or chooser.choice((2, 2, 3, 3, 4)),
+        num_nodes=nodes,
+        replicas=1 if nodes < 3 else random.Random(f"replicas {seed}").choice((1, 1, 2)),
         ranks_per_node=chooser.choice((1, 1, 1, 2)),
         num_spare_nodes=chooser.choice((0, 1, 1, 2, 2, 3)),
         last=chooser.randint(1, 6),
@@ -112,6 +115,7 @@ class Schedule:
             grid=small_grid(scenario.num_nodes, scenario.ranks_per_node),
             num_spare_nodes=scenario.num_spare_nodes,
             last=scenario.last,
+            replicas=scenario.replicas,
             bounds=BOUNDS,
             mistakes=mistakes,
             agenda=self._becomes_possible,
@@ -293,7 +297,7 @@ class Schedule:
         process = self.world.processes.get(member)
         if process is None or not process.puts:
             return
-        holder = process.puts[0].put.holder.member
+        holder = process.puts[0].holder
         if (
             not self.world.can_put(member)
             or {member, holder} & self._stopped

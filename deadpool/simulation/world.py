@@ -74,6 +74,7 @@ class Connection(NamedTuple):
 
 class PutInTurn(NamedTuple):
     put: e.Put
+    holder: MemberId
     buffer: int | None
     """Of the holder; None until bytes are under way."""
 
@@ -181,11 +182,14 @@ class World:
         grid: Grid,
         num_spare_nodes: int,
         last: int,
+        replicas: int = 1,
         bounds: Bounds = SHORT,
         mistakes: Mistakes = NO_MISTAKES,
         agenda: Callable[[str, int], None] | None = None,
     ) -> None:
-        self.settings = Settings(grid=grid, num_spare_nodes=num_spare_nodes, bounds=bounds)
+        self.settings = Settings(
+            grid=grid, num_spare_nodes=num_spare_nodes, replicas=replicas, bounds=bounds
+        )
         self.last = last
         self.mistakes = mistakes
         self.agenda = agenda
@@ -458,7 +462,7 @@ class World:
 
     def _put(self, member: MemberId, action: e.Put) -> None:
         process = self.processes[member]
-        process.puts += (PutInTurn(action, None),)
+        process.puts += tuple(PutInTurn(action, x.member, None) for x in action.holders)
         self._tell_agenda("put", member)
 
     def _stop_trainer(self, member: MemberId, action: e.StopTrainer) -> None:
@@ -785,7 +789,7 @@ class World:
         if not p.puts:
             return False
         head = p.puts[0]
-        holder = self.processes.get(head.put.holder.member)
+        holder = self.processes.get(head.holder)
         if holder is None:
             return False
         return (
@@ -802,7 +806,7 @@ class World:
             slot=put.slot, epoch=put.epoch, iteration=put.iteration, buffer=each.buffer,
             num_bytes=1, checksum=made, announced=made,
         )  # fmt: skip
-        return Transfer(put.holder.member, received)
+        return Transfer(each.holder, received)
 
     def _made_in(self, p: Process, iteration: Iteration) -> int:
         found = next((s for s in p.buffers if s is not None and s.iteration == iteration), None)
@@ -811,8 +815,7 @@ class World:
     def put(self, member: MemberId) -> None:
         """The first put in turn begins, or ends."""
         p = self._mine(member)
-        (put, buffer), *rest = p.puts
-        holder = put.holder.member
+        (put, holder, buffer), *rest = p.puts
         made = self._made_in(p, put.iteration)
         if buffer is None:
             offered = e.Offered(
@@ -821,17 +824,18 @@ class World:
             (answer,) = self.handle(holder, offered)
             done = "begins"
         else:
-            transfer = self._transfer(p, PutInTurn(put, buffer))
+            transfer = self._transfer(p, p.puts[0])
             (answer,) = self.handle(holder, transfer.received)
             done = "ends"
         assert isinstance(answer, e.AnswerOffer)
         words = "%s puts %s at %s: %s %s %s"
         self._say(words, member, put.iteration, holder, done, answer.refusal, answer.buffer)
         if answer.buffer is not None or answer.refusal:
-            p.puts = (PutInTurn(put, answer.buffer), *rest)
+            p.puts = (PutInTurn(put, holder, answer.buffer), *rest)
         else:
             p.puts = tuple(rest)
-            self.handle(member, e.PutDone(epoch=put.epoch, iteration=put.iteration))
+            if not any(each.put is put for each in rest):
+                self.handle(member, e.PutDone(epoch=put.epoch, iteration=put.iteration))
         self._tell_agenda("put", member)
 
     def end_transfer(self, index: int, *, arrives: bool) -> None:

@@ -61,28 +61,36 @@ def test_data_parallel_ring_over_grids_is_megatrons_group_rotated() -> None:
                 assert list(grid.data_parallel_ring(Slot(slot))) == rotated, (grid, slot)
 
 
-def test_holders_over_grids_are_always_on_another_node() -> None:
+def test_holders_over_grids_are_each_on_a_node_of_its_own() -> None:
     for grid in MANY_NODES:
-        for slot, holder in enumerate(choose_holders(grid)):
-            assert slot // grid.ranks_per_node != holder // grid.ranks_per_node, (grid, slot)
+        for replicas in range(1, grid.num_nodes):
+            for slot, holders in enumerate(choose_holders(grid, replicas)):
+                nodes = {x // grid.ranks_per_node for x in (slot, *holders)}
+                assert len(holders) == replicas and len(nodes) == 1 + replicas, (grid, slot)
 
 
-def test_holders_over_grids_are_the_first_data_parallel_peer_elsewhere() -> None:
+def test_holders_over_grids_are_data_parallel_peers_elsewhere_then_the_next_nodes() -> None:
     for grid in MANY_NODES:
-        holders = choose_holders(grid)
+        every = choose_holders(grid, grid.num_nodes - 1)
+        for replicas in range(1, grid.num_nodes):
+            assert choose_holders(grid, replicas) == tuple(x[:replicas] for x in every)
         for group in megatron_data_groups(grid):
             for place, slot in enumerate(group):
-                elsewhere = [
-                    peer
-                    for peer in group[place + 1 :] + group[:place]
-                    if peer // grid.ranks_per_node != slot // grid.ranks_per_node
-                ]
-                if elsewhere:
-                    assert holders[slot] == elsewhere[0], (grid, slot)
-                else:
-                    next_node = (slot // grid.ranks_per_node + 1) % grid.num_nodes
-                    assert holders[slot] // grid.ranks_per_node == next_node, (grid, slot)
-                    assert holders[slot] % grid.ranks_per_node == slot % grid.ranks_per_node
+                first_on: dict[int, int] = {}
+                for peer in group[place + 1 :] + group[:place]:
+                    first_on.setdefault(peer // grid.ranks_per_node, peer)
+                first_on.pop(slot // grid.ranks_per_node, None)
+                peers = list(first_on.values())
+                assert list(every[slot][: len(peers)]) == peers, (grid, slot)
+                rest = every[slot][len(peers) :]
+                ways = [(x - slot) % grid.world_size for x in rest]
+                assert ways == sorted(ways) and all(way % grid.ranks_per_node == 0 for way in ways)
+
+
+@pytest.mark.parametrize("replicas", [0, 3])
+def test_replicas_that_do_not_fit_are_refused_saying_how_many_do(replicas: int) -> None:
+    with pytest.raises(ValueError, match=f"{replicas} replicas on 3 nodes .* 1 to 2"):
+        choose_holders(grid_of(3, 4), replicas)
 
 
 def test_holders_on_one_node_are_refused_saying_why() -> None:
@@ -90,7 +98,7 @@ def test_holders_on_one_node_are_refused_saying_why() -> None:
         world_size=4, ranks_per_node=4, tensor=2, context=1, pipeline=1, pipeline_before_data=False
     )
     with pytest.raises(ValueError, match="4 ranks on one node"):
-        choose_holders(grid)
+        choose_holders(grid, 1)
 
 
 def test_node_position_over_grids_splits_the_world_evenly() -> None:
@@ -248,7 +256,7 @@ def count_calls(function: Callable[[], object]) -> int:
 def test_placement_of_ten_thousand_slots_works_in_proportion() -> None:
     def place(num_nodes: int) -> None:
         grid = grid_of(num_nodes, 4)
-        holders = choose_holders(grid)
+        holders = choose_holders(grid, 1)
         alive = [
             x for n in range(1, num_nodes + 2) for x in members(n, list(range(4 * n, 4 * n + 4)))
         ]
@@ -256,7 +264,7 @@ def test_placement_of_ten_thousand_slots_works_in_proportion() -> None:
         slots = assign_slots(grid, alive, bound, set(bound))
         assert slots is not None
         kept: dict[MemberId, set[tuple[Slot, Iteration]]] = {}
-        for slot, holder in enumerate(holders):
+        for slot, (holder,) in enumerate(holders):
             kept.setdefault(slots[holder], set()).add((Slot(slot), Iteration(7)))
         says = {
             x: Holdings(

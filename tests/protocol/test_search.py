@@ -5,12 +5,14 @@ The larger worlds take minutes: `DEADPOOL_SEARCH=large`.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Set
 
 import pytest
 
-from deadpool.simulation.search import search
+from deadpool.protocol.types import MemberId
+from deadpool.simulation.search import apply, moves_of, run_quietly, search
 from deadpool.simulation.world import World, small_grid
 from tests.protocol.worlds import training_world, with_budget
 
@@ -72,6 +74,9 @@ def test_search_from_forming_one_loss_at_any_moment_ends_alike() -> None:
         ({"resets": 1, "slots": 3}, somebody_completes),
         pytest.param({"suspicions": 1, "slots": 3}, somebody_completes, marks=is_large),
         pytest.param({"losses": 2, "slots": 3, "spares": 2}, one_end, marks=is_large),
+        pytest.param(
+            {"losses": 2, "slots": 3, "spares": 2, "replicas": 2}, completes, marks=is_large
+        ),
         pytest.param({"losses": 1, "slots": 4, "ranks_per_node": 2}, completes, marks=is_large),
         pytest.param({"resets": 1, "slots": 4}, somebody_completes, marks=is_large),
         pytest.param({"suspicions": 1, "slots": 4}, somebody_completes, marks=is_large),
@@ -85,6 +90,24 @@ def test_search_with_trainers_at_once_holds_the_invariants(
 ) -> None:
     """Every order of messages and faults; see `at_once`."""
     print(sizes, search(training_world(**sizes), allowed=allowed, at_once=True))
+
+
+@pytest.mark.parametrize(("replicas", "ends"), [(1, {4}), (2, {0})], ids=["one", "two"])
+def test_two_nodes_lost_at_once_at_any_moment_are_survived_by_two_replicas(
+    replicas: int, ends: set[int]
+) -> None:
+    """Every pair, at every moment of a quiet run. With one replica in a ring of three, each pair
+    takes the state of one of them with it."""
+    found: set[int] = set()
+    world = training_world(slots=3, spares=2, last=3, replicas=replicas)
+    while any(process.completed < 3 for process in list(world.processes.values())[:3]):
+        for pair in itertools.combinations(range(3), 2):
+            hit = world.copy()
+            hit.crash(map(MemberId, pair))
+            run_quietly(hit, World.is_over)
+            found |= set(hit.history.exits.values())
+        apply(world, next(moves_of(world)))
+    assert found == ends
 
 
 @is_large

@@ -12,6 +12,7 @@ def training_world(
     spares: int = 1,
     last: int = 1,
     ranks_per_node: int = 1,
+    replicas: int = 1,
     mistakes: Mistakes = NO_MISTAKES,
     **budget: int,
 ) -> World:
@@ -20,6 +21,7 @@ def training_world(
         grid=small_grid(slots // ranks_per_node, ranks_per_node),
         num_spare_nodes=spares,
         last=last,
+        replicas=replicas,
         mistakes=mistakes,
     )
 
