@@ -59,6 +59,8 @@ class DeadpoolConfig:
     """Without a heartbeat for so long, a member is lost, or a leader."""
     minority_timeout_s: float
     """How long guardians that cannot reach a majority wait before they end."""
+    replicas: int
+    """Of each slot's snapshots, each on another node."""
     snapshot_interval: int | None
     """Iterations between two snapshots; None: chosen as training goes."""
     interface: str | None
@@ -183,6 +185,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             help=f"{meaning} (default: %(default)s)",
         )
     group.add_argument(
+        "--deadpool-replicas",
+        type=int,
+        default=1,
+        metavar="K",
+        help="keep each snapshot on K other nodes, so that any K nodes may be lost at once "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
         "--deadpool-snapshot-interval",
         default="1",
         metavar="N|auto",
@@ -289,6 +299,7 @@ def config_from_args(args: argparse.Namespace) -> DeadpoolConfig:
     return DeadpoolConfig(
         log_dir=args.deadpool_log_dir,
         inject=inject,
+        replicas=args.deadpool_replicas,
         snapshot_interval=_snapshot_interval(args.deadpool_snapshot_interval),
         interface=args.deadpool_interface,
         trace=args.deadpool_trace,
@@ -404,7 +415,10 @@ def check_launch(
             "other node to hold a replica, so that its loss would lose everything (data parallel "
             f"size is {grid.data}); give at least 2 nodes beside the spares"
         )
-    choose_holders(grid)
+    try:
+        choose_holders(grid, config.replicas)
+    except ValueError as error:
+        raise ConfigError(f"--deadpool-replicas: {error}") from error
     for injection in config.inject:
         if injection.node >= num_nodes:
             raise ConfigError(

@@ -121,7 +121,10 @@ class GuardianProcess:
         self._config = config
         self._environment = environment
         self._settings = Settings(
-            grid=grid, num_spare_nodes=environment.num_spare_nodes, bounds=config.bounds()
+            grid=grid,
+            num_spare_nodes=environment.num_spare_nodes,
+            replicas=config.replicas,
+            bounds=config.bounds(),
         )
         self._arena = arena
         self._trainer_pid = trainer_pid

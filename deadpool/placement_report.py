@@ -8,16 +8,11 @@ from collections.abc import Sequence
 
 from deadpool.budget import NodeNeed
 from deadpool.node_memory import show_bytes
-from deadpool.protocol.placement import Grid, choose_holders, node_position
+from deadpool.protocol.placement import Grid, node_position
 from deadpool.protocol.types import Slot
 
 _NUM_ROWS = 12
 """Of nodes in the table; those beyond are summed up in a line, the last is shown."""
-
-
-def copies_of(grid: Grid) -> tuple[tuple[Slot, ...], ...]:
-    """By slot, the slots whose members keep its replicas. Raises ValueError for one node."""
-    return tuple((holder,) for holder in choose_holders(grid))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,7 @@ from deadpool.budget import (
     snapshot_bytes,
 )
 from deadpool.node_memory import RESERVE_BYTES_CUDA
-from deadpool.placement_report import copies_of
-from deadpool.protocol.placement import Grid
+from deadpool.protocol.placement import Grid, choose_holders
 
 GIB = 1 << 30
 
@@ -142,7 +141,9 @@ def sharding_of(case: Case) -> Sharding:
 def row(case: Case) -> tuple[str, ...]:
     shape, sharding = shape_of(case.model, case.tensor, case.pipeline), sharding_of(case)
     grid, sizes = sharding.grid, snapshot_bytes(shape, sharding)
-    needs = node_needs(grid, sizes, copies_of(grid), reserve_bytes_per_rank=RESERVE_BYTES_CUDA)
+    needs = node_needs(
+        grid, sizes, choose_holders(grid, 1), reserve_bytes_per_rank=RESERVE_BYTES_CUDA
+    )
     need = max(n.num_bytes for n in needs)
     alone = dataclasses.replace(sharding, grid=dataclasses.replace(grid, tensor=1))
     total = count_parameters(

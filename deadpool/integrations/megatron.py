@@ -24,7 +24,8 @@ from deadpool.link import EpochEnded, GuardianLink, GuardianTimeout
 from deadpool.optimizer import patch_inner_step, patch_step, rebuild_parameters
 from deadpool.pace import AGREE_EVERY, Pace, Windows
 from deadpool.parameter_hash import ParametersDiffer, hash_parameters, verify_parameters
-from deadpool.placement_report import copies_of, render
+from deadpool.placement_report import render
+from deadpool.protocol.placement import choose_holders
 from deadpool.protocol.types import Iteration
 from deadpool.snapshot import SnapshotDamaged, Snapshotter
 from megatron.training.hooks import Phase
@@ -382,7 +383,7 @@ class DeadpoolHooks:
             budget.grid,
             budget.needs,
             budget.sizes,
-            copies_of(budget.grid),
+            choose_holders(budget.grid, self._config.replicas),
             nodes=[member.node for member in members],
             num_spare_nodes=self._environment.num_spare_nodes,
         )

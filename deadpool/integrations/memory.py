@@ -29,8 +29,7 @@ from deadpool.node_memory import (
     refusal,
     tightest,
 )
-from deadpool.placement_report import copies_of
-from deadpool.protocol.placement import Grid
+from deadpool.protocol.placement import Grid, choose_holders
 from megatron.training.arguments import (
     UsageError,
     ddp_config_from_args,
@@ -81,7 +80,7 @@ def budget_of(args: Any, ranks_per_node: int) -> Budget:
     needs = node_needs(
         sharding.grid,
         sizes,
-        copies_of(sharding.grid),
+        choose_holders(sharding.grid, args.deadpool_replicas),
         reserve_bytes_per_rank=RESERVE_BYTES_CUDA if on_gpu else RESERVE_BYTES,
     )
     return Budget(grid=sharding.grid, sizes=sizes, needs=needs)

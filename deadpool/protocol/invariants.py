@@ -81,7 +81,7 @@ def check_completeness(
     places = [nodes_with(Iteration(i), plan, memories) for i in range(committed, highest + 1)]
     nodes = sorted({member.node for member in plan.slots})
     for lost in itertools.combinations(nodes, len(plan.holders[0])):
-        if not any(all(kept.difference(lost) for kept in place) for place in places):
+        if not any(all(kept - set(lost) for kept in place) for place in places):
             raise Violated(
                 f"1: {committed} is committed in epoch {plan.epoch}, and without the nodes "
                 f"{list(lost)} no iteration from it on can be restored everywhere"

@@ -20,8 +20,7 @@ from deadpool.node_memory import (
     show_bytes,
     tightest,
 )
-from deadpool.placement_report import copies_of
-from deadpool.protocol.placement import Grid
+from deadpool.protocol.placement import Grid, choose_holders
 from tests.deadpool.job_process import REPOSITORY, TRAINING_FLAGS
 
 GIB = 1 << 30
@@ -112,7 +111,7 @@ def refuse(
         world_size=8, ranks_per_node=4, tensor=1, context=1, pipeline=1,
         pipeline_before_data=False,
     )  # fmt: skip
-    needs = node_needs(grid, sizes, copies_of(grid), reserve_bytes_per_rank=GIB)
+    needs = node_needs(grid, sizes, choose_holders(grid, 1), reserve_bytes_per_rank=GIB)
     return refusal(
         grid,
         needs,

@@ -12,13 +12,17 @@ import pytest
 
 from deadpool.budget import node_needs
 from deadpool.placement_report import (
-    copies_of,
     is_data_parallel_replica,
     render,
     show_slots,
     survival,
 )
-from deadpool.protocol.placement import Grid, choose_restore_point, node_position
+from deadpool.protocol.placement import (
+    Grid,
+    choose_holders,
+    choose_restore_point,
+    node_position,
+)
 from deadpool.protocol.types import Holdings, Iteration, MemberId, Slot
 
 NOW = Iteration(5)
@@ -109,7 +113,10 @@ def check_against_every_loss(grid: Grid, holders: Sequence[Sequence[Slot]]) -> N
 def test_survival_with_one_replica_is_what_every_loss_shows() -> None:
     assert len(SMALL) > 60
     for grid in SMALL:
-        check_against_every_loss(grid, copies_of(grid))
+        for replicas in range(1, min(4, grid.num_nodes)):
+            holders = choose_holders(grid, replicas)
+            check_against_every_loss(grid, holders)
+            assert survival(grid, holders).num_at_once == replicas
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -127,14 +134,14 @@ def test_survival_of_pairs_without_replicas_elsewhere_is_none() -> None:
 
 def test_kind_of_replica_is_the_data_parallel_groups() -> None:
     for grid in SMALL:
-        for own, (holder,) in enumerate(copies_of(grid)):
+        for own, (holder,) in enumerate(choose_holders(grid, 1)):
             group = [own, *grid.data_parallel_ring(Slot(own))]
             elsewhere = {s // grid.ranks_per_node for s in group} != {own // grid.ranks_per_node}
             assert is_data_parallel_replica(grid, Slot(own), holder) == elsewhere
 
 
 def table(grid: Grid, sizes: Sequence[int], num_spare_nodes: int = 1) -> str:
-    holders = copies_of(grid)
+    holders = choose_holders(grid, 1)
     needs = node_needs(grid, sizes, holders, reserve_bytes_per_rank=1 << 30)
     nodes = [10 + place for place in range(grid.num_nodes)]
     return render(grid, needs, sizes, holders, nodes=nodes, num_spare_nodes=num_spare_nodes)
