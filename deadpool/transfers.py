@@ -1,5 +1,5 @@
-"""What a guardian moves in an epoch: its slot's snapshots to the holder, a lost slot's to here; and
-what it checks before its trainer goes back to a snapshot.
+"""What a guardian moves in an epoch: its slot's snapshots to the holders, a lost slot's to here;
+and what it checks before its trainer goes back to a snapshot.
 
 The sums of its own snapshots are kept here, beside the trainer's reach: made while a snapshot is
 sent, checked when it is needed. A damaged one is dropped and never offered again.
@@ -22,7 +22,7 @@ from deadpool.mpi.choice import Way
 from deadpool.mpi.transport import MpiTransport
 from deadpool.protocol import events as e
 from deadpool.protocol.snapshots import NUM_BUFFERS, capture_buffer
-from deadpool.protocol.types import Epoch, Iteration, Member, Plan, Slot
+from deadpool.protocol.types import Epoch, Iteration, Member, MemberId, Plan, Slot
 from deadpool.replication import (
     Channel,
     ReplicaRefused,
@@ -47,16 +47,16 @@ class _Lane:
     def __init__(self) -> None:
         self._is_open = True
         self.tasks: list[asyncio.Task[Any]] = []
-        self.channel: TcpChannel | None = None
-        """To the holder."""
+        self.channels: dict[MemberId, TcpChannel] = {}
+        """To the holders."""
 
     def is_open(self) -> bool:
         return self._is_open
 
     def hang_up(self) -> None:
-        if self.channel is not None:
-            self.channel.close()
-            self.channel = None
+        for channel in self.channels.values():
+            channel.close()
+        self.channels.clear()
 
     def close(self) -> None:
         self._is_open = False
@@ -272,10 +272,6 @@ class Transfers:
     async def _put(self, lane: _Lane, action: e.Put, previous: asyncio.Task[None] | None) -> None:
         if previous is not None and not previous.done():
             await asyncio.wait([previous])
-
-        async def halfway() -> None:
-            self._injector.fire(action.iteration, InjectionPhase.REPLICATE)
-
         if not lane.is_open():
             return
         buffer = self._arena.find(action.iteration)
@@ -283,10 +279,22 @@ class Transfers:
             reason = f"the snapshot of {action.iteration} is gone before its commit"
             self._feed(e.FetchFailed(epoch=action.epoch, reason=reason))
             return
+        for holder in action.holders:
+            if not await self._put_to(holder, lane, action, buffer):
+                return
+        self._injector.flip(Copy.SNAPSHOT, action.iteration, self._arena.payload(buffer))
+        self._feed(e.PutDone(epoch=action.epoch, iteration=action.iteration))
+
+    async def _put_to(self, holder: Member, lane: _Lane, action: e.Put, buffer: int) -> bool:
+        """Tried again until the holder has it, or the epoch ends; whether it has."""
+
+        async def halfway() -> None:
+            self._injector.fire(action.iteration, InjectionPhase.REPLICATE)
+
         while lane.is_open():
             way = self._mpi.pick() if self._mpi is not None else Way.TCP
             try:
-                channel = await self._channel(lane, way, action.holder)
+                channel = await self._channel(lane, way, holder)
                 started = time.monotonic()
                 num_bytes = await put_replica(
                     channel,
@@ -302,7 +310,7 @@ class Transfers:
                 lane.hang_up()
                 self._drop(action.iteration, buffer, str(error))
                 self._feed(e.FetchFailed(epoch=action.epoch, reason=f"a damaged snapshot: {error}"))
-                return
+                return False
             except (WireError, ReplicaRefused) as error:
                 if way is Way.TCP:
                     lane.hang_up()
@@ -318,19 +326,20 @@ class Transfers:
                 )
                 await asyncio.sleep(_RETRY_S)
                 continue
-            self._injector.flip(Copy.SNAPSHOT, action.iteration, self._arena.payload(buffer))
             if lane.is_open():
                 if self._mpi is not None:
                     self._mpi.note(way, num_bytes, time.monotonic() - started)
-                self._feed(e.PutDone(epoch=action.epoch, iteration=action.iteration))
-                return
+                return True
         lane.hang_up()  # Of a connection that was made while the lane was closed.
+        return False
 
     async def _channel(self, lane: _Lane, way: Way, holder: Member) -> Channel:
         """Raises WireError."""
         if way is Way.MPI:
             assert self._mpi is not None
             return self._mpi.channel_to(holder)
-        if lane.channel is None:
-            lane.channel = await TcpChannel.connect(holder, token=self.token)
-        return lane.channel
+        channel = lane.channels.get(holder.member)
+        if channel is None:
+            channel = await TcpChannel.connect(holder, token=self.token)
+            lane.channels[holder.member] = channel
+        return channel

@@ -95,7 +95,9 @@ class Bench:
 
     def put(self, epoch: int, iteration: int = 3) -> None:
         self.transfers.put(
-            e.Put(epoch=Epoch(epoch), iteration=Iteration(iteration), slot=Slot(0), holder=HOLDER)
+            e.Put(
+                epoch=Epoch(epoch), iteration=Iteration(iteration), slot=Slot(0), holders=(HOLDER,)
+            )
         )
 
     def adopt(self, epoch: int, restore: int = 3) -> None:
