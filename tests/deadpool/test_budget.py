@@ -13,6 +13,7 @@ from megatron.core.parallel_state import RankGenerator
 
 from deadpool.arena import Arena
 from deadpool.budget import Sharding, arena_bytes, node_needs, pipeline_rank, shard_indices
+from deadpool.config import add_arguments
 from deadpool.groups import GroupRegistry
 from deadpool.integrations.memory import budget_of
 from deadpool.protocol.placement import Grid
@@ -111,7 +112,7 @@ CONFIGURATIONS = {
 
 
 def read_args(flags: list[str], world_size: int, context: int) -> Any:
-    args = parse_args([*FLAGS, *flags])
+    args = parse_args([*FLAGS, *flags], add_arguments)
     validate_args(args, world_size)
     check_inputs(args)
     args.context_parallel_size = context
