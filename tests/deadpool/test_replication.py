@@ -126,6 +126,7 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
         await asyncio.wait_for(test(), BOUND_S)
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
+    gc.collect()  # Other tests' memory.
     before = len(os.listdir("/proc/self/fd"))
     asyncio.run(bounded())
     gc.collect()  # Views of replicas in the tracebacks of cut connections.
