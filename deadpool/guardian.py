@@ -559,7 +559,14 @@ class GuardianProcess:
                 self._start(self._answer_aborted(message))
             case m.Captured():
                 self._feed(e.Captured(epoch=message.epoch, iteration=message.iteration))
-            case m.Ready() | m.RegroupFailed() | m.FirstStep() | m.Finished() | m.Failed():
+            case (
+                m.Ready()
+                | m.RegroupFailed()
+                | m.FirstStep()
+                | m.Finished()
+                | m.Faltered()
+                | m.Failed()
+            ):
                 self._feed(e.TrainerSaid(message=message))
             case _:
                 raise AssertionError(f"{type(message).__name__} from the trainer")

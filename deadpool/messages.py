@@ -24,6 +24,7 @@ from deadpool.protocol.messages import (
     EndNoted,
     EndWanted,
     Failed,
+    Faltered,
     Fenced,
     Finished,
     FirstStep,
@@ -217,7 +218,7 @@ Message = (
 TYPES: tuple[type, ...] = (
     Hello, Heartbeat,
     Join, Support, Aborted, RosterIs, Accepted, Ready, RegroupFailed, Staged, FirstStep, Finished,
-    Failed, TrainerLost, EndWanted, DrainWanted, EndNoted,
+    Faltered, Failed, TrainerLost, EndWanted, DrainWanted, EndNoted,
     Welcome, NotLeader, Abort, RosterWanted, Propose, Resume, Install, Committed, Drain, Ended,
     Leave, Fenced,
     TrainerUp, ArenaLayout, SnapshotWanted, Captured, TrainerAborted,

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from deadpool import messages as m
 from deadpool import parallel_state
 from deadpool.arena import Arena
 from deadpool.config import DeadpoolConfig, RankEnvironment
+from deadpool.errors import describe, is_of_communication, kind_of
 from deadpool.groups import BuildSuperseded, GroupRegistry
 from deadpool.injection import InjectionPhase, Injector, append_json_line
 from deadpool.integrations.memory import budget_of
@@ -161,13 +163,30 @@ class DeadpoolHooks:
             )
 
     def on_error(self, trainer: Any, error: BaseException) -> bool:
-        """Mended when a newer epoch explains the error; otherwise the job fails with it."""
-        if self._link.wait_abort(self._config.error_grace_s) is None:
-            self._fail(f"{type(error).__name__}: {error}", 1)
-            return False
+        """Mended by a new epoch: one that a lost node brings, or one that is asked for here. The
+        job fails where the same error comes again."""
+        grace_s = self._config.error_grace_s if is_of_communication(error) else 0.0
+        if self._link.wait_abort(grace_s) is None:
+            self._ask_for_epoch(trainer.state.iteration + 1, error)
         self._acknowledge()
         self._rejoin(trainer)
         return True
+
+    def _ask_for_epoch(self, iteration: int, error: BaseException) -> None:
+        traceback.print_exception(error)
+        print(
+            f"[deadpool] node {self._environment.node}: iteration {iteration} failed with "
+            f"{describe(error)}; all ranks go back to the last snapshot",
+            flush=True,
+        )
+        self._link.send(
+            m.Faltered(
+                epoch=self._link.epoch,
+                iteration=Iteration(iteration),
+                kind=kind_of(error),
+                reason=describe(error),
+            )
+        )
 
     def on_finished(self, trainer: Any) -> None:
         self._link.send(m.Finished(epoch=self._link.epoch))

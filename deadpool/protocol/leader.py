@@ -126,6 +126,8 @@ class Leader:
         self._commits = Commits(settings.grid.world_size)
         self._num_failed_regroups = 0
         self._drains = False
+        self._last_fault: tuple[Iteration, str] | None = None
+        """Iteration and kind of the last error that was mended by going back."""
         self._noted: set[MemberId] = set()
 
     # How a leadership begins
@@ -358,7 +360,7 @@ class Leader:
             self._cut_off.discard(member.member)
             self._knows.discard(member.member)
             if member.member in self._slot_of:
-                had_slots = True
+                had_slots, self._last_fault = True, None
                 if member.node not in self.nodes_lost:
                     self.nodes_lost.append(member.node)
         others = tuple(x.member for x in gone if x.member != self._me.member)
@@ -714,6 +716,21 @@ class Leader:
             return []
         return self._finish(End(epoch=self.epoch, exit_code=0, reason=""))
 
+    def _faltered(self, sender: MemberId, message: m.Faltered) -> list[Action | StepDown]:
+        """Everybody goes back to the last snapshot and tries again, once: the same fault again,
+        with no node lost in between, would come for ever."""
+        if message.epoch != self.epoch:
+            return []
+        fault = (message.iteration, message.kind)
+        if fault == self._last_fault:
+            return self._halt(
+                f"node {self.members[sender].node}: iteration {message.iteration} failed again "
+                f"after it was run anew from the last snapshot: {message.reason}",
+                EXIT_FAILED,
+            )
+        self._last_fault = fault
+        return self._announce()
+
     def _failed(self, sender: MemberId, message: m.Failed) -> list[Action | StepDown]:
         return self._halt(f"node {self.members[sender].node}: {message.reason}", message.exit_code)
 
@@ -760,7 +777,7 @@ _Handler = Callable[[Leader, MemberId, Any], list[Action | StepDown]]
 
 _NO_EFFECT = (
     m.Accepted, m.Aborted, m.RosterIs, m.Ready, m.RegroupFailed, m.Staged, m.FirstStep,
-    m.Finished, m.EndNoted, m.Heartbeat,
+    m.Finished, m.Faltered, m.EndNoted, m.Heartbeat,
 )  # fmt: skip
 _ALWAYS: dict[type, _Handler] = dict.fromkeys(_NO_EFFECT, Leader._ignore)
 
@@ -798,6 +815,7 @@ _TABLE: dict[Phase, dict[type, _Handler]] = {
         m.Staged: Leader._take_staged,
         m.FirstStep: Leader._take_first_step,
         m.Finished: Leader._take_finished,
+        m.Faltered: Leader._faltered,
     },
     Phase.ENDING: {
         **_ALWAYS,

@@ -126,8 +126,21 @@ class Finished:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Faltered:
+    """The member's trainer raised an error, lives, and waits to be taken back to the last snapshot.
+
+    iteration: that it was in. kind: what a second error of the same cause would share.
+    """
+
+    epoch: Epoch
+    iteration: Iteration
+    kind: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """The member's trainer raised an error that no membership change explains."""
+    """The member's trainer raised an error that nothing can mend."""
 
     reason: str
     exit_code: int
@@ -261,7 +274,7 @@ class Heartbeat:
 
 Upstream = (
     Join | Support | Aborted | RosterIs | Accepted | Ready | RegroupFailed | Staged | FirstStep
-    | Finished | Failed | TrainerLost | EndWanted | DrainWanted | EndNoted | Heartbeat
+    | Finished | Faltered | Failed | TrainerLost | EndWanted | DrainWanted | EndNoted | Heartbeat
 )  # fmt: skip
 
 Downstream = (

@@ -48,8 +48,8 @@ SHORT = Bounds(silence=2, seek=2, minority=9, start=9, recovery=6, leave=2)
 ENDED = "ended"
 """In a connection's queue: it ends here."""
 
-(STANDBY, WAITS_PLAN, PLANNED, READY, COMPUTES, REDUCED, CAPTURES, DONE, GONE) = (
-    "standby waits-plan planned ready computes reduced captures done gone".split()
+(STANDBY, WAITS_PLAN, PLANNED, READY, COMPUTES, REDUCED, CAPTURES, DONE, FALTERED, GONE) = (
+    "standby waits-plan planned ready computes reduced captures done faltered gone".split()
 )
 IN_LOOP = frozenset({COMPUTES, REDUCED, CAPTURES, DONE})
 
@@ -204,7 +204,7 @@ class World:
         self.fenced_nodes: frozenset[Node] = frozenset()
         self.transfers: tuple[Transfer, ...] = ()
         self.losses_left = self.resets_left = self.suspicions_left = 0
-        self.regroup_failures_left = self.copies_left = self.late_left = 0
+        self.errors_left = self.regroup_failures_left = self.copies_left = self.late_left = 0
         self.late: tuple[Late, ...] = ()
         self.late_kinds: type | tuple[type, ...] = object
         """Of which messages a copy may come late."""
@@ -251,7 +251,8 @@ class World:
             self.history.key(), frozenset(self._accepted.items()),
             frozenset(self._promised.items()), self.transfers,
             self.losses_left, self.resets_left, self.suspicions_left,
-            self.regroup_failures_left, self.copies_left, self.late_left, key_of(self.late),
+            self.errors_left, self.regroup_failures_left, self.copies_left, self.late_left,
+            key_of(self.late),
         )  # fmt: skip
 
     def _mine(self, member: MemberId) -> Process:
@@ -653,6 +654,8 @@ class World:
             p.committed >= (p.epoch, p.completed) or not self.mistakes.waits_for_commit
         ):
             yield "steps"
+        if self.errors_left and state in (COMPUTES, REDUCED):
+            yield "falters"
 
     def _peers_are(self, p: Process, states: frozenset[str], completed: int = -2) -> bool:
         assert p.plan is not None
@@ -744,6 +747,13 @@ class World:
         self.regroup_failures_left -= 1
         p.puts = ()
         self.handle(member, e.FetchFailed(epoch=p.epoch, reason="a damaged snapshot"))
+
+    def _falters(self, member: MemberId, p: Process) -> None:
+        self.errors_left -= 1
+        p.state = FALTERED
+        iteration = Iteration(p.completed + 1)
+        faltered = m.Faltered(epoch=p.epoch, iteration=iteration, kind="error", reason="an error")
+        self.handle(member, e.TrainerSaid(message=faltered))
 
     def _resumes(self, member: MemberId, p: Process) -> None:
         if p.completed < self.last:
@@ -933,6 +943,7 @@ _TRAINER: dict[str, Callable[[World, MemberId, Process], None]] = {
     "restores": World._restores,
     "fails to regroup": World._fails_to_regroup,
     "finds damage": World._finds_damage,
+    "falters": World._falters,
     "resumes": World._resumes,
     "reduces": World._reduces,
     "steps": World._steps,
