@@ -51,7 +51,8 @@ class SwapReport:
         """killed_at: when the fault was injected, where it was."""
         if action.phase is Phase.REGROUPING:
             self.nodes_lost = list(action.nodes_lost)
-            self.spares_used = list(action.spares_used)
+            used = dict.fromkeys([*self.spares_used, *action.spares_used])
+            self.spares_used = [node for node in used if node not in self.nodes_lost]
             self.restored_iteration = action.restore
             self.seconds["detect"] = self.announced_at - (killed_at or self.lost_at)
             self.seconds["abort"] = now - self._entered_at
@@ -134,7 +135,11 @@ class SwapReporter:
         now = time.monotonic()
         if action.phase is Phase.ABORTING:
             lost_at = self._report.lost_at if self._report else self._leader_lost_at or now
-            self._report = SwapReport(epoch=action.epoch, lost_at=lost_at, announced_at=now)
+            # Of an epoch that did not get to its first step: its spares have their places.
+            used = self._report.spares_used if self._report else []
+            self._report = SwapReport(
+                epoch=action.epoch, lost_at=lost_at, announced_at=now, spares_used=list(used)
+            )
         elif action.phase is Phase.REGROUPING and action.restore is None:
             self._report = None  # The job's first epoch.
         elif self._report is not None:

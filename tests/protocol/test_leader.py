@@ -206,6 +206,42 @@ def test_regroup_failure_while_it_trains_begins_an_epoch_and_a_commit_clears_the
         assert lead_by(world).phase is Phase.TRAINING
 
 
+def falter(world: World, member: int, iteration: int, kind: str = "ValueError") -> World:
+    """A trainer errs; and the epoch that follows trains."""
+    ((leader_, leads),) = world.leaders()
+    faltered = m.Faltered(
+        epoch=leads.epoch, iteration=Iteration(iteration), kind=kind, reason="no such file"
+    )
+    world.handle(leader_, e.FromFollower(sender=MemberId(member), message=faltered))
+    new = leads.epoch
+    return run_quietly(world, lambda w: new in w.history.commits or not w.processes)
+
+
+def test_error_is_mended_once_and_the_same_again_ends_the_job_with_it() -> None:
+    world = falter(training(), 2, 4)
+    assert lead_by(world).epoch == 2 and lead_by(world).nodes_lost == []
+    world = falter(falter(world, 2, 4, kind="KeyError"), 2, 5)
+    assert lead_by(world).epoch == 4
+    world = run_quietly(falter(world, 1, 5), World.is_over)
+    assert set(world.history.exits.values()) == {1}
+
+
+def test_error_that_comes_again_after_a_loss_is_mended_again() -> None:
+    """The first may have been the lost node's."""
+    world = falter(training(), 2, 4)
+    world.crash([MemberId(1)])
+    until(world, Phase.TRAINING, 3)
+    world = falter(world, 2, 4)
+    assert lead_by(world).phase is Phase.TRAINING and lead_by(world).epoch == 4
+
+
+def test_error_of_an_earlier_epoch_has_no_effect() -> None:
+    """Its rank has gone back with the others."""
+    late = m.Faltered(epoch=Epoch(1), iteration=Iteration(4), kind="ValueError", reason="?")
+    world = falter(training(), 2, 4)
+    assert told(world, 2, late) == [] and lead_by(world).phase is Phase.TRAINING
+
+
 def test_failed_trainer_ends_the_job_with_its_code_and_cause() -> None:
     world = training()
     told(world, 2, m.Failed(reason="NaN", exit_code=9))

@@ -48,6 +48,7 @@ def one_end(codes: Set[int]) -> bool:
         ({"losses": 1, "spares": 2}, completes),
         ({"losses": 1, "regroup_failures": 1}, completes),
         ({"losses": 1, "late": 1}, completes),
+        ({"errors": 1}, completes),
         ({"losses": 1, "copies": 1}, completes),
         ({"losses": 2}, one_end),
         ({"resets": 1}, somebody_completes),
@@ -70,6 +71,8 @@ def test_search_from_forming_one_loss_at_any_moment_ends_alike() -> None:
     [
         ({"losses": 1, "slots": 4}, completes),
         ({"losses": 2, "spares": 2}, one_end),
+        ({"losses": 1, "errors": 1}, completes),
+        ({"errors": 2, "slots": 3}, lambda codes: codes in ({0}, {1})),
         ({"losses": 1, "regroup_failures": 1, "spares": 3}, completes),
         ({"resets": 1, "slots": 3}, somebody_completes),
         pytest.param({"suspicions": 1, "slots": 3}, somebody_completes, marks=is_large),
