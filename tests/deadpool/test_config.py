@@ -42,6 +42,27 @@ def refusal(argv: str = "", **sizes: int) -> str:
     return said
 
 
+@pytest.mark.parametrize(("given", "interval"), [("1", 1), ("12", 12), ("auto", None)])
+def test_snapshot_interval_is_a_number_or_auto(given: str, interval: int | None) -> None:
+    config, _ = parse_config(["--deadpool-snapshot-interval", given])
+    assert config.snapshot_interval == interval
+    assert parse_config([])[0].snapshot_interval == 1
+
+
+@pytest.mark.parametrize("given", ["0", "-3", "1.5", "often", ""])
+def test_snapshot_interval_of_another_kind_is_refused(given: str) -> None:
+    said = refusal(f"--deadpool-snapshot-interval={given}")
+    assert given in said and "from 1 on, or auto" in said
+
+
+def test_replicas_are_as_many_as_other_nodes_train() -> None:
+    assert launch("--deadpool-replicas 3").num_nodes == 4
+    for replicas in (0, 4):
+        said = refusal(f"--deadpool-replicas {replicas}")
+        assert f"--deadpool-replicas: {replicas} replicas on 4 nodes that train" in said
+        assert "1 to 3" in said
+
+
 def test_flags_given_become_the_configuration() -> None:
     config, args = parse_config(
         "--num-layers 4 --deadpool --deadpool-log-dir out --deadpool-recovery-timeout 30 "

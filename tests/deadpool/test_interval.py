@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
 from tests.deadpool.test_job import PIPELINE, inject, launch
 
 FLAGS = [*PIPELINE, "--train-iters", "14"]
 
 
-def test_loss_between_snapshots_goes_back_to_one_bit_identical(run_job, peace):
+def test_loss_between_snapshots_goes_back_to_one_bit_identical(run_job, peace, tmp_path):
     unfailed = peace(launch(3, 1), FLAGS)
-    every = ["--deadpool-snapshot-interval", "3"]
+    every = ["--deadpool-snapshot-interval", "3", "--tensorboard-dir", str(tmp_path)]
     job = run_job(launch(3, 1), [*FLAGS, *every, *inject((1, 9, "backward"))])
     job.check_clean(snapshot_interval=3)
     (swap,) = job.swaps
@@ -23,6 +25,8 @@ def test_loss_between_snapshots_goes_back_to_one_bit_identical(run_job, peace):
     assert {0, 3, 9} <= {s["iteration"] for s in snapshots}
     assert all(s["capture_s"] > 0 and s["replicate_s"] > 0 for s in snapshots)
     assert "snapshot replicate (ms): " in job.output
+    points = EventAccumulator(str(tmp_path)).Reload().Scalars("snapshot replicate (ms)")
+    assert points and all(point.value > 0 for point in points)
 
 
 def test_slots_agree_on_the_longest_interval_and_a_spare_takes_it_over(run_job, peace):
