@@ -208,14 +208,20 @@ class History:
             )
         self.in_force = roster
 
-    def resumed(self, epoch: Epoch, accepted_by: Set[MemberId]) -> None:
-        """A leader lets an epoch train. accepted_by: members that keep its roster."""
-        self.installed(RosterId(epoch, 0), accepted_by)
-        require(
-            all(later < epoch for later in self.restores),
-            f"3: epoch {epoch} begins to train after {max(self.restores, default=None)}",
-        )
+    def resumed(self, epoch: Epoch, accepted_by: Set[MemberId], gone_on: Set[MemberId]) -> None:
+        """A leader lets an epoch train. accepted_by: members that keep its roster. gone_on: members
+        that have entered a later epoch."""
         plan = self.plans[epoch]
+        newest_epoch = max(self.restores, default=None)
+        if newest_epoch is not None and newest_epoch >= epoch:
+            # A leader may hear late that all were ready, if not all are there any more: without a
+            # slot no iteration is completed.
+            require(
+                any(member.member in gone_on for member in plan.slots),
+                f"3: epoch {epoch} begins to train after {newest_epoch}",
+            )
+            return
+        self.installed(RosterId(epoch, 0), accepted_by)
         late = {member.member for member in plan.slots} - self.ready.get(epoch, frozenset())
         require(not late, f"3: epoch {epoch} trains although {sorted(late)} are not ready")
         restore = plan.restart.restore

@@ -486,7 +486,8 @@ class World:
             self.history.planned(action.epoch, promised_by)
         if action.phase is Phase.TRAINING:
             accepted = self._accepted.get(RosterId(action.epoch, 0), frozenset())
-            self.history.resumed(action.epoch, accepted)
+            gone_on = {x for x, epoch in self._promised.items() if epoch > action.epoch}
+            self.history.resumed(action.epoch, accepted, gone_on)
         leader = self.processes[member].core.leader
         if leader is not None and leader.end is not None and leader.end.exit_code == 0:
             self._check_complete(leader.end.epoch)

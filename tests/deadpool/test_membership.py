@@ -114,7 +114,7 @@ def test_connection_cut_between_live_guardians_costs_no_node(run_job, peace):
     def cut(pid, log_dir):
         before, after = hold(log_dir, 4), hold(log_dir, 6)
         wait_for_iteration(log_dir, 3)
-        address = (log_dir.parent / "output").read_text().split(" at ")[1].split()[0]
+        address = address_of_leader(log_dir)
         leaders_port = int(address.rsplit(":")[1])
         for count, node in enumerate(node_processes(pid)[1:], 1):
             for guardian in guardians_of(node):
@@ -212,8 +212,7 @@ def test_node_that_joins_late_is_a_spare_like_any_other(run_job, peace, data_cac
 
 def start_joiner(launcher_pid: int, log_dir: Path, data_cache: Path) -> subprocess.Popen[str]:
     """`python -m deadpool join` as another terminal would type it, with the job's address."""
-    output = (log_dir.parent / "output").read_text()
-    address = output.split(" at ")[1].split()[0]
+    address = address_of_leader(log_dir)
     data = REPOSITORY / "tests" / "golden" / "licenses_bytes"
     return subprocess.Popen(
         [
@@ -229,6 +228,13 @@ def start_joiner(launcher_pid: int, log_dir: Path, data_cache: Path) -> subproce
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def address_of_leader(log_dir: Path) -> str:
+    """Of the launch, as it was told to whoever started it."""
+    found = re.search(r"leads .* at (\S+)", (log_dir.parent / "output").read_text())
+    assert found is not None
+    return found[1]
 
 
 def knows_roster(log_dir: Path, node: int) -> bool:

@@ -29,6 +29,7 @@ REGRESSIONS = {
     879949: "who had not noticed the leader's death yet sent its supporters back to it",
     883126: "a store was asked of a member that the coming plan had no place for, for ever",
     1549: "a candidate did not hear the epoch of one that it had supported before, and was lost",
+    505133: "the check itself: a leader heard late that all were ready, who had gone on by then",
     12548: "two leaders without a majority followed each other in turn, for ever",
     202727: "a leader that was stopped came back, lost two nodes, and ended without a spare",
 }
