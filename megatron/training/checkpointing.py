@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import random
 from argparse import Namespace
 from datetime import datetime
@@ -34,6 +35,10 @@ from megatron.training.state import TrainState
 
 if TYPE_CHECKING:
     from megatron.training.trainer import Trainer
+
+# Some releases of Python 3.11 (Debian 12's 3.11.2) pickle members of enums by way of getattr, which
+# torch's safe loading refuses.
+copyreg.pickle(AttnBackend, lambda member: (AttnBackend, (member.value,)))
 
 CHECKPOINT_VERSION = 3.0
 """Megatron-LM's number for this layout."""

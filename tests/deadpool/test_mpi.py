@@ -190,9 +190,10 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     before = set(os.listdir("/dev/shm"))
+    ours = set(psutil.Process().children(recursive=True))  # Of the tests before.
     asyncio.run(bounded())
     gc.collect()  # Views of replicas in tracebacks.
-    left = psutil.Process().children(recursive=True)
+    left = set(psutil.Process().children(recursive=True)) - ours
     _, alive = psutil.wait_procs(left, timeout=10)
     assert not sidecars() and not alive, alive
     assert set(os.listdir("/dev/shm")) <= before
