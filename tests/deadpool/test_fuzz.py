@@ -226,7 +226,7 @@ class Attack:
     def by_a_stranger(self) -> None:
         """Who does not know the token: noise, cut openings, wrong or replayed proofs."""
         rng = self.rng
-        purpose = rng.choice(list(Purpose))
+        purpose = rng.choice(list(self.ports))
         opening = Dialer(b"another", purpose).opening
         text = rng.choice(
             [
