@@ -182,23 +182,24 @@ class Snapshotter:
         capture = self._capture = _Capture(iteration, capture_buffer(self._arena.held()))
         self._arena.invalidate(capture.buffer)
         names = list(self._live)
+        # In the order of compute, which overwrites them: a forward pass may.
+        self._copy(capture, names[self._num_owned :])
         if self._on_device:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                self._copy(capture, names)
+                middle = self._num_owned // 2
+                self._copy(capture, names[:middle])
+                self._on_halfway(iteration)
+                self._copy(capture, names[middle : self._num_owned])
                 capture.on_device = torch.cuda.Event()
                 capture.on_device.record()
-        else:
-            self._copy(capture, names[self._num_owned :])
         self._queue.put(capture)
 
     def _copy(self, capture: _Capture, names: list[str]) -> None:
+        """On a device: into the current stream."""
         views = self._views[capture.buffer]
-        middle = self._num_owned // 2
         with torch.no_grad():
-            for index, name in enumerate(names):
-                if self._on_device and index == middle:
-                    self._on_halfway(capture.iteration)
+            for name in names:
                 views[name].copy_(self._live[name], non_blocking=True)
 
     def seal(self, iteration: Iteration, metadata: dict[str, Any]) -> None:
