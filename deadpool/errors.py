@@ -6,10 +6,16 @@ import os
 from collections.abc import Iterator
 from types import TracebackType
 
+from deadpool.protocol.types import NON_FINITE
+
 _COMMUNICATION = (
     os.path.join("torch", "distributed") + os.sep,
     os.path.join("deadpool", "blocked_work.py"),
 )
+
+_NON_FINITE = ("found NaN in local ", "found Inf in local ")
+"""How megatron-core's checks of gradients, and the driver's of the loss, say it: before anything
+is reduced, on the rank that first sees it."""
 
 
 def is_of_communication(error: BaseException) -> bool:
@@ -24,6 +30,8 @@ def is_of_communication(error: BaseException) -> bool:
 
 def kind_of(error: BaseException) -> str:
     """What two errors of one cause have in common, whatever their words."""
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in _NON_FINITE):
+        return NON_FINITE
     return f"{type(error).__module__}.{type(error).__qualname__}"
 
 

@@ -367,6 +367,8 @@ class GuardianProcess:
                 self._report.enter(action)
             case e.Observe():
                 self._report.observe(action.message)
+            case e.SuspectCorruption():
+                self._report.suspect(action)
             case e.RosterInstalled():
                 self._lead(action.members)
             case e.Exit():

@@ -162,6 +162,17 @@ class SwapReporter:
                     path = os.path.join(self._log_dir, "events.jsonl")
                     append_json_line(path, report.record())
 
+    def suspect(self, action: e.SuspectCorruption) -> None:
+        print(
+            f"[deadpool] node {action.node}: suspected silent corruption: iteration "
+            f"{action.iteration} had a non-finite value there, and none when it was run again on "
+            f"the same data ({action.reason})",
+            flush=True,
+        )
+        if self._log_dir is not None:
+            record = {"event": "suspected-corruption", **dataclasses.asdict(action)}
+            append_json_line(os.path.join(self._log_dir, "events.jsonl"), record)
+
     def _injected_kill(self, nodes_lost: Sequence[Node]) -> float | None:
         """When the last injected fault struck, by the clock that all processes of one machine
         share; None for a fault of another origin."""

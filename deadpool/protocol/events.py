@@ -350,6 +350,16 @@ class Observe:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SuspectCorruption:
+    """For a person: `node` first saw a non-finite value in `iteration`; run again on the same data,
+    the iteration had none."""
+
+    node: Node
+    iteration: Iteration
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RosterInstalled:
     """For those who come later: this guardian leads these members."""
 
@@ -359,5 +369,5 @@ class RosterInstalled:
 Action = (
     ToFollowers | ToLeader | HangUp | FindContact | Probe | DrainTrainer | AbortTrainer
     | CancelTransfers | AdoptPlan | ResumeTrainer | TellCommitted | Put | AnswerOffer | AnswerPull
-    | StopTrainer | Exit | EnterPhase | Observe | RosterInstalled
+    | StopTrainer | Exit | EnterPhase | Observe | SuspectCorruption | RosterInstalled
 )  # fmt: skip

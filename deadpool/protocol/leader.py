@@ -21,6 +21,7 @@ from deadpool.protocol.events import (
     Probe,
     RosterInstalled,
     StopTrainer,
+    SuspectCorruption,
     ToFollowers,
 )
 from deadpool.protocol.placement import Grid, assign_slots, choose_restore_point
@@ -31,6 +32,7 @@ from deadpool.protocol.types import (
     EXIT_FENCED,
     EXIT_NO_CONSISTENT_STATE,
     EXIT_SPARES_EXHAUSTED,
+    NON_FINITE,
     Bounds,
     End,
     Epoch,
@@ -128,6 +130,8 @@ class Leader:
         self._drains = False
         self._last_fault: tuple[Iteration, str] | None = None
         """Iteration and kind of the last error that was mended by going back."""
+        self._suspicion: SuspectCorruption | None = None
+        """What it will be unless the fault comes again."""
         self._noted: set[MemberId] = set()
 
     # How a leadership begins
@@ -687,7 +691,11 @@ class Leader:
         self._num_failed_regroups = 0
         assert self._roster is not None
         committed = m.Committed(epoch=self.epoch, iteration=message.iteration)
-        return [ToFollowers(members=self._roster.slots, message=committed)]
+        told: list[Action | StepDown] = [ToFollowers(members=self._roster.slots, message=committed)]
+        if self._suspicion is not None and message.iteration >= self._suspicion.iteration:
+            told.append(self._suspicion)
+            self._suspicion = None
+        return told
 
     def _take_first_step(self, sender: MemberId, message: m.FirstStep) -> list[Action | StepDown]:
         if message.epoch != self.epoch:
@@ -729,6 +737,10 @@ class Leader:
                 EXIT_FAILED,
             )
         self._last_fault = fault
+        if message.kind == NON_FINITE:
+            self._suspicion = SuspectCorruption(
+                node=self.members[sender].node, iteration=message.iteration, reason=message.reason
+            )
         return self._announce()
 
     def _failed(self, sender: MemberId, message: m.Failed) -> list[Action | StepDown]:

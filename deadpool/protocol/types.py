@@ -176,6 +176,9 @@ class Bounds:
     """How long the end waits for members to note it."""
 
 
+NON_FINITE = "non-finite"
+"""Kind of fault: a loss or gradient that is NaN or infinite."""
+
 EXIT_FAILED = 1
 EXIT_SPARES_EXHAUSTED = 3
 EXIT_NO_CONSISTENT_STATE = 4

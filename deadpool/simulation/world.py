@@ -935,6 +935,7 @@ _ACTIONS: dict[type, Callable[[World, MemberId, Any], None]] = {
     e.Exit: World._exit,
     e.EnterPhase: World._enter_phase,
     e.Observe: World._nothing,
+    e.SuspectCorruption: World._nothing,
     e.RosterInstalled: World._nothing,
 }
 

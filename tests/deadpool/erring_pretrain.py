@@ -1,5 +1,6 @@
-"""pretrain_gpt.py in which one slot's training raises what the file `errors.json` in the log folder
-says, as often as it says: {"slot", "iteration", "phase", "times"}."""
+"""pretrain_gpt.py in which one slot's training has the fault that the file `errors.json` in the log
+folder names, as often as it says: {"slot", "iteration", "phase", "times", "fault"}. It raises an
+error, or makes megatron-core find a value that is not finite."""
 
 import json
 import os
@@ -8,6 +9,27 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 import pretrain_gpt
+
+
+def _raise(model, number):
+    raise ValueError(f"a fault on purpose, number {number}")
+
+
+def _spoil_gradient(model, number):
+    next(model.parameters()).main_grad.view(-1)[0] = float("nan")
+
+
+def _spoil_parameters(model, number):
+    """Until they are rebuilt."""
+    for parameter in model.parameters():
+        parameter.data.fill_(float("inf"))
+
+
+_FAULTS = {
+    "error": _raise,
+    "nan gradient": _spoil_gradient,
+    "inf parameters": _spoil_parameters,
+}
 
 
 def train(argv, hooks=None):
@@ -25,7 +47,7 @@ def train(argv, hooks=None):
             due = here == [told["slot"], told["iteration"], told["phase"]]
             if due and len(raised) < told["times"]:
                 raised.append(True)
-                raise ValueError(f"a fault on purpose, number {len(raised)}")
+                _FAULTS[told["fault"]](trainer.model[0], len(raised))
         on_phase(phase, microbatch)
 
     hooks.on_phase = raise_where_told

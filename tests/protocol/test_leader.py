@@ -11,7 +11,16 @@ from deadpool.protocol import guardian, leader
 from deadpool.protocol import messages as m
 from deadpool.protocol.guardian import Guardian
 from deadpool.protocol.leader import MAX_FAILED_REGROUPS, Leader
-from deadpool.protocol.types import Epoch, Iteration, Member, MemberId, Node, Phase, Standing
+from deadpool.protocol.types import (
+    NON_FINITE,
+    Epoch,
+    Iteration,
+    Member,
+    MemberId,
+    Node,
+    Phase,
+    Standing,
+)
 from deadpool.simulation.search import run_quietly
 from deadpool.simulation.world import World, small_grid
 
@@ -233,6 +242,19 @@ def test_error_that_comes_again_after_a_loss_is_mended_again() -> None:
     until(world, Phase.TRAINING, 3)
     world = falter(world, 2, 4)
     assert lead_by(world).phase is Phase.TRAINING and lead_by(world).epoch == 4
+
+
+def test_corruption_is_suspected_once_the_iteration_is_committed_without_it() -> None:
+    world = falter(training(), 2, 9, kind=NON_FINITE)
+
+    def suspected(iteration: int) -> list[e.SuspectCorruption]:
+        staged = m.Staged(epoch=Epoch(2), iteration=Iteration(iteration))
+        told_ = [action for slot in range(3) for action in told(world, slot, staged)]
+        return [action for action in told_ if isinstance(action, e.SuspectCorruption)]
+
+    assert suspected(8) == []
+    assert [(x.node, x.iteration) for x in suspected(9)] == [(2, 9)]
+    assert suspected(10) == []
 
 
 def test_error_of_an_earlier_epoch_has_no_effect() -> None:
