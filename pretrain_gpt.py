@@ -47,11 +47,12 @@ def check(argv: Sequence[str]) -> int:
     name, and this machine's memory."""
     from deadpool.integrations.memory import check_memory
     from megatron.training.arguments import UsageError, exit_with_usage_error
+    from megatron.training.output import print_line
     from megatron.training.pretrain import check_inputs
 
     args = read_arguments(argv)
     for note in args.notes:
-        print(note, flush=True)
+        print_line(note)
     try:
         check_inputs(args)
         check_memory(args)

@@ -16,11 +16,11 @@ import selectors
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
 from deadpool.process import die_with_parent, exit_code_of, set_process_name
+from deadpool.terminal import say_error
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT)
 """What a node passes on to its ranks."""
@@ -50,8 +50,8 @@ class ForkServer:
                 die_with_parent(launcher_pid)
                 ours.close()
                 code = _Server(theirs, script, list(arguments)).run()
-            except BaseException:
-                traceback.print_exc()
+            except BaseException as error:
+                say_error(error)
             finally:
                 os._exit(code)
         theirs.close()
@@ -160,8 +160,8 @@ class _Server:
             code = body()
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        except BaseException:
-            traceback.print_exc()
+        except BaseException as error:
+            say_error(error)
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -205,8 +205,8 @@ class _Server:
             code = self._run_script(environ)
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        except BaseException:
-            traceback.print_exc()
+        except BaseException as error:
+            say_error(error)
         finally:
             sys.stdout.flush()
             sys.stderr.flush()

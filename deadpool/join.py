@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 
 from deadpool import job_file
 from deadpool.config import (
@@ -20,6 +19,7 @@ from deadpool.config import (
     token_from_environ,
 )
 from deadpool.launcher import NodeRun, run_nodes
+from deadpool.terminal import say
 
 
 def add_join_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -52,7 +52,7 @@ def run_join(args: argparse.Namespace) -> int:
         config, _ = checked_job(args)
         ranks = joining_ranks(args)
     except ConfigError as error:
-        print(f"deadpool: {error}", file=sys.stderr)
+        say(f"deadpool: {error}", is_error=True)
         return 2
     if config.log_dir is not None:
         os.makedirs(config.log_dir, exist_ok=True)

@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Sequence
 
@@ -35,6 +34,7 @@ from deadpool.protocol.types import (
     EXIT_MINORITY,
     EXIT_NO_JOB,
 )
+from deadpool.terminal import say
 
 _HOST = "127.0.0.1"
 _LEAVE_AFTER_SUCCESS_S = 60.0
@@ -138,14 +138,13 @@ def run_launch(args: argparse.Namespace) -> int:
         token = token_from_environ()
         host = choose_host(config.interface or _HOST, None)
     except (ConfigError, ValueError) as error:
-        print(f"deadpool: {error}", file=sys.stderr)
+        say(f"deadpool: {error}", is_error=True)
         return 2
     if config.log_dir is not None:
         os.makedirs(config.log_dir, exist_ok=True)
-    print(
+    say(
         f"[deadpool] {args.nodes - args.spare_nodes} nodes of {args.ranks_per_node} ranks train, "
         f"{args.spare_nodes} spare; importing torch and megatron-core",
-        flush=True,
     )
     folder = tempfile.mkdtemp(prefix="deadpool-")  # Mode 0700.
     try:
@@ -183,7 +182,7 @@ def run_launch(args: argparse.Namespace) -> int:
         outcome.ends, signalled=outcome.signalled, drains=outcome.drains
     )
     if reason:
-        print(f"deadpool: {reason}", file=sys.stderr, flush=True)
+        say(f"deadpool: {reason}", is_error=True)
     return exit_code
 
 
@@ -292,7 +291,7 @@ class _Nodes:
                 )
         if not self._checked.done():
             self._checked.set_result(1)
-        print("deadpool: the process that starts nodes has ended", file=sys.stderr, flush=True)
+        say("deadpool: the process that starts nodes has ended", is_error=True)
         self._all_ended.set()  # Its nodes have ended with it.
 
     def _node_started(self, node: int, pid: int) -> None:

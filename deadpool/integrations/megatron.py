@@ -6,7 +6,6 @@ import dataclasses
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +29,7 @@ from deadpool.placement_report import render
 from deadpool.protocol.placement import choose_holders
 from deadpool.protocol.types import Iteration
 from deadpool.snapshot import SnapshotDamaged, Snapshotter
+from deadpool.terminal import say, say_error
 from megatron.training.hooks import Phase
 from megatron.training.rng import collect_rng_state, restore_rng_state
 from megatron.training.state import TrainState
@@ -173,11 +173,10 @@ class DeadpoolHooks:
         return True
 
     def _ask_for_epoch(self, iteration: int, error: BaseException) -> None:
-        traceback.print_exception(error)
-        print(
+        say_error(error)
+        say(
             f"[deadpool] node {self._environment.node}: iteration {iteration} failed with "
             f"{describe(error)}; all ranks go back to the last snapshot",
-            flush=True,
         )
         self._link.send(
             m.Faltered(
@@ -264,7 +263,7 @@ class DeadpoolHooks:
         torch.distributed.all_reduce(wanted, op=torch.distributed.ReduceOp.MAX)
         words = self._pace.adopt(int(wanted.item()))
         if words and parallel_state.get_slot() == 0:
-            print(f"[deadpool] iteration {self._completed}: {words}", flush=True)
+            say(f"[deadpool] iteration {self._completed}: {words}")
 
     def _inside_step(self) -> None:
         self._injector.fire(self._trainer.state.iteration + 1, InjectionPhase.OPTIMIZER)
@@ -406,7 +405,7 @@ class DeadpoolHooks:
             nodes=[member.node for member in members],
             num_spare_nodes=self._environment.num_spare_nodes,
         )
-        print(text, flush=True)
+        say(text)
 
     def _logs_losses(self) -> bool:
         state = megatron_parallel_state

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from deadpool.handshake import Dialer, NotOfThisJob, Purpose
 from deadpool.mpi import frames as f
 from deadpool.process import set_process_name
+from deadpool.terminal import say
 
 START_TIMEOUT_S = 30.0
 """Bound of finding the guardian, which may learn of the epoch later; then of finding the others."""
@@ -196,10 +197,10 @@ def main(argv: list[str]) -> NoReturn:
         code = 0  # The epoch has ended, or its guardian.
     except OSError as error:
         if link is None or error.errno not in (errno.EPIPE, errno.ECONNRESET):
-            print(f"{f.SIDECAR_SAYS}{error}", file=sys.stderr, flush=True)
+            say(f"{f.SIDECAR_SAYS}{error}", is_error=True)
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"
-        print(f"{f.SIDECAR_SAYS}{reason}", file=sys.stderr, flush=True)
+        say(f"{f.SIDECAR_SAYS}{reason}", is_error=True)
         if link is not None:
             try:
                 link.send(f.Failed(reason=reason[:1000]))

@@ -15,6 +15,7 @@ from deadpool.mpi.frames import SIDECAR_SAYS, world_key
 from deadpool.mpi.world import Launcher, World
 from deadpool.protocol.types import Member, Plan, Slot
 from deadpool.replication import Channel
+from deadpool.terminal import say
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +186,7 @@ class MpiTransport:
 
     @staticmethod
     def _say(words: str) -> None:
-        print(f"[deadpool] {words}", flush=True)
+        say(f"[deadpool] {words}")
 
 
 def _gist(said: str) -> str:

@@ -20,7 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megatron.training import device
-from megatron.training.output import print_rank_0
+from megatron.training.output import print_line, print_rank_0
 
 
 def build_model(
@@ -139,10 +139,9 @@ def _announce_size(chunks: list[Any]) -> int:
     if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
         tensor_rank = parallel_state.get_tensor_model_parallel_rank()
         pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
-        print(
+        print_line(
             " > number of parameters on (tensor, pipeline) model parallel rank "
-            f"({tensor_rank}, {pipeline_rank}): {num_parameters}",
-            flush=True,
+            f"({tensor_rank}, {pipeline_rank}): {num_parameters}"
         )
     return num_parameters
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from datetime import datetime
 
 import torch
@@ -15,10 +16,17 @@ def global_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def print_line(message: str) -> None:
+    """Write `message` and the end of the line to stdout in one call to the system, so that no line
+    of another rank comes between the two (`print` makes two where PYTHONUNBUFFERED is set)."""
+    sys.stdout.write(f"{message}\n")
+    sys.stdout.flush()
+
+
 def print_rank_0(message: str) -> None:
     """Print on rank 0 alone."""
     if global_rank() == 0:
-        print(message, flush=True)
+        print_line(message)
 
 
 def print_rank_last(message: str) -> None:
@@ -27,7 +35,7 @@ def print_rank_last(message: str) -> None:
         not torch.distributed.is_initialized()
         or global_rank() == torch.distributed.get_world_size() - 1
     ):
-        print(message, flush=True)
+        print_line(message)
 
 
 def print_datetime(message: str) -> None:

@@ -86,10 +86,11 @@ def test_what_does_not_fit_says_what_to_type(tmp_path, monkeypatch):
 
 SCRIPT = """
 import os, signal, sys, time
+from deadpool.terminal import say
 if os.environ["DEADPOOL_ROLE"] == "guardian":
     assert os.environ["DEADPOOL_JOINS"] and os.environ["WORLD_SIZE"] == "6"
-    signal.signal(signal.SIGTERM, lambda *_: print("guardian was told", flush=True))
-    print(f"node {os.environ['DEADPOOL_NODE']} waits", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: say("guardian was told"))
+    say(f"node {os.environ['DEADPOOL_NODE']} waits")
     if os.environ["CODE"] == "wait":
         while True:
             time.sleep(0.01)

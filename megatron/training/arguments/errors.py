@@ -19,5 +19,5 @@ class UsageError(Exception):
 def exit_with_usage_error(error: Exception, rank: int) -> NoReturn:
     """Print `error` to stderr on rank 0 alone and leave with exit code 2 on every rank."""
     if rank == 0:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"error: {error}\n")
     raise SystemExit(EXIT_CODE)
