@@ -73,14 +73,21 @@ class Arena:
         return cls(os.memfd_create("deadpool-snapshot", os.MFD_CLOEXEC))
 
     def resize(self, payload_bytes: int) -> None:
-        """Trainer: give the memory its size. Raises OSError when the machine has no room."""
-        os.posix_fallocate(self.descriptor, 0, NUM_BUFFERS * buffer_bytes(payload_bytes))
+        """Trainer: give the memory its size; what a trainer before this one left in it stays.
+        Raises OSError when the machine has no room."""
+        num_bytes = NUM_BUFFERS * buffer_bytes(payload_bytes)
+        if os.fstat(self.descriptor).st_size == num_bytes:
+            self.attach(payload_bytes)
+            return
+        os.posix_fallocate(self.descriptor, 0, num_bytes)
         self.attach(payload_bytes)
         for buffer in range(NUM_BUFFERS):
             self.invalidate(buffer)
 
     def attach(self, payload_bytes: int) -> None:
         """Guardian: map memory that the trainer has sized."""
+        if self._map is not None and payload_bytes == self.payload_bytes:
+            return
         self.payload_bytes = payload_bytes
         self._map = MappedFile.of(self.descriptor, NUM_BUFFERS * buffer_bytes(payload_bytes))
 

@@ -63,6 +63,9 @@ class DeadpoolConfig:
     """Of each slot's snapshots, each on another node."""
     snapshot_interval: int | None
     """Iterations between two snapshots; None: chosen as training goes."""
+    max_respawns: int
+    """Trainers that a guardian starts in the place of dead ones within `respawn_window_s`."""
+    respawn_window_s: float
     interface: str | None
     """Name, address or prefix: where guardians and trainers listen. See `interfaces`."""
     trace: bool
@@ -76,12 +79,16 @@ class DeadpoolConfig:
     drains_on_sigterm: bool
     """Megatron's --exit-signal-handler: SIGTERM has training save and finish."""
 
+    def _ticks(self, seconds: float) -> int:
+        return max(1, math.ceil(seconds / self.heartbeat_interval_s - 1e-9))
+
+    def respawn_window(self) -> int:
+        """In the protocol's ticks."""
+        return self._ticks(self.respawn_window_s)
+
     def bounds(self) -> Bounds:
         """The protocol's waits in its ticks, rounded up."""
-
-        def ticks(seconds: float) -> int:
-            return max(1, math.ceil(seconds / self.heartbeat_interval_s - 1e-9))
-
+        ticks = self._ticks
         silence = ticks(self.heartbeat_timeout_s)
         return Bounds(
             silence=silence,
@@ -102,6 +109,7 @@ _SECONDS = {
     "heartbeat-interval": (1.0, "time between two heartbeats of a guardian"),
     "heartbeat-timeout": (5.0, "without a heartbeat for so long, a node or a leader is lost"),
     "minority-timeout": (60.0, "how long guardians without a majority seek one, then end"),
+    "respawn-window": (3600.0, "time in which --deadpool-max-respawns is counted"),
 }
 """Flag to default and help."""
 
@@ -193,6 +201,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "(default: %(default)s)",
     )
     group.add_argument(
+        "--deadpool-max-respawns",
+        type=int,
+        default=3,
+        metavar="N",
+        help="start a killed or crashed trainer anew on its node, N times within "
+        "--deadpool-respawn-window; then the node counts as lost (default: %(default)s)",
+    )
+    group.add_argument(
         "--deadpool-snapshot-interval",
         default="1",
         metavar="N|auto",
@@ -280,6 +296,11 @@ def config_from_args(args: argparse.Namespace) -> DeadpoolConfig:
             f"--deadpool-spare-nodes {args.deadpool_spare_nodes}: give at least 1, or leave "
             "--deadpool away"
         )
+    if args.deadpool_max_respawns < 0:
+        raise ConfigError(
+            f"--deadpool-max-respawns {args.deadpool_max_respawns}: give a number from 0 on; with "
+            "0 a dead trainer costs its node"
+        )
     launcher: Launcher | str | None = None
     if args.deadpool_transport != "tcp":
         launcher = find_launcher(args.deadpool_mpi_launcher, os.environ)
@@ -300,6 +321,7 @@ def config_from_args(args: argparse.Namespace) -> DeadpoolConfig:
         log_dir=args.deadpool_log_dir,
         inject=inject,
         replicas=args.deadpool_replicas,
+        max_respawns=args.deadpool_max_respawns,
         snapshot_interval=_snapshot_interval(args.deadpool_snapshot_interval),
         interface=args.deadpool_interface,
         trace=args.deadpool_trace,

@@ -1,8 +1,9 @@
 """The guardian: owns the snapshot memory, watches its trainer, speaks for it, leads when asked.
 
-One per launcher task, without torch. It forks its trainer first, before it has a thread or an
-event loop; then it is one asyncio program around the protocol's core (`deadpool.protocol`): what
-happens becomes an event, what the core answers is carried out. Nothing is decided here.
+One per launcher task, without torch. It forks the zygote of its trainers first, before it has a
+thread or an event loop; then it is one asyncio program around the protocol's core
+(`deadpool.protocol`): what happens becomes an event, what the core answers is carried out. Nothing
+is decided here.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ import os
 import secrets
 import signal
 import socket
-import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from deadpool import job_file
@@ -27,7 +27,7 @@ from deadpool.interfaces import choose_host
 from deadpool.mpi.transport import MpiTransport
 from deadpool.pace import SnapshotClock
 from deadpool.peers import Peers
-from deadpool.process import describe_exit, die_with_parent, exit_code_of, set_process_name
+from deadpool.process import describe_exit, exit_code_of, set_process_name, signal_of
 from deadpool.protocol import events as e
 from deadpool.protocol.guardian import Guardian
 from deadpool.protocol.leader import Settings
@@ -42,9 +42,11 @@ from deadpool.protocol.types import (
 )
 from deadpool.replication import ReplicaServer
 from deadpool.swap_report import SwapReporter
+from deadpool.terminal import say
 from deadpool.trace import TraceWriter
 from deadpool.transfers import Transfers
 from deadpool.wire import WireError, read_message, write_message
+from deadpool.zygote import Zygote
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +55,7 @@ _LEAVE_TIMEOUT_S = 60.0
 
 _CONTACT_RETRY_S = 0.1
 
-TrainerMain = Callable[[socket.socket, Arena], int]
+TrainerMain = Callable[[socket.socket, Arena, bool], int]
 
 
 def run_guardian(
@@ -61,49 +63,21 @@ def run_guardian(
     environment: RankEnvironment,
     grid: Grid,
     trainer_main: TrainerMain,
+    preload: Sequence[str] = (),
 ) -> int:
     """Run one rank of a node to its end; returns its exit code.
 
-    trainer_main: runs in the forked child with its end of the socket pair and the arena, and
-    returns the trainer's exit code.
+    trainer_main: runs in a forked child with its end of the socket pair, the arena, and whether it
+    is the first trainer here; returns the trainer's exit code. preload: modules that it imports.
     """
     arena = Arena.create()
-    ours, theirs = socket.socketpair()
-    guardian_pid = os.getpid()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    trainer_pid = os.fork()
-    if trainer_pid == 0:
-        die_with_parent(guardian_pid)
-        ours.close()
-        set_process_name("dp-trainer")
-        os._exit(_run_trainer(trainer_main, theirs, arena))
-    theirs.close()
+    zygote = Zygote(lambda link, is_first: trainer_main(link, arena, is_first), preload)
     set_process_name("dp-guardian")
-    guardian = GuardianProcess(config, environment, grid, arena, trainer_pid, ours)
+    guardian = GuardianProcess(config, environment, grid, arena, zygote)
     try:
         return asyncio.run(guardian.run())
     finally:
-        guardian.reap_trainer()
-
-
-def _run_trainer(trainer_main: TrainerMain, link: socket.socket, arena: Arena) -> int:
-    code = 1
-    try:
-        code = trainer_main(link, arena)
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except (OSError, ValueError):
-                pass  # The reader of our output is gone.
-    return code
+        zygote.close()
 
 
 class GuardianProcess:
@@ -115,8 +89,7 @@ class GuardianProcess:
         environment: RankEnvironment,
         grid: Grid,
         arena: Arena,
-        trainer_pid: int,
-        trainer_socket: socket.socket,
+        zygote: Zygote,
     ) -> None:
         self._config = config
         self._environment = environment
@@ -125,11 +98,19 @@ class GuardianProcess:
             num_spare_nodes=environment.num_spare_nodes,
             replicas=config.replicas,
             bounds=config.bounds(),
+            max_respawns=config.max_respawns,
+            respawn_window=config.respawn_window(),
         )
         self._arena = arena
-        self._trainer_pid = trainer_pid
-        self._trainer_socket = trainer_socket
-        self._trainer_status: int | None = None
+        self._zygote = zygote
+        self._trainer_status = 0
+        """Of waitpid, of the last trainer that ended."""
+        self._serving: asyncio.Task[None] | None = None
+        """Of what the trainer says."""
+        self._trainer_writer: asyncio.StreamWriter | None = None
+        """None until the connection to a new trainer is open."""
+        self._untold: list[m.Message] = []
+        """For a trainer to which the connection is not open yet."""
         self._trainer_ended = asyncio.Event()
         self._core: Guardian | None = None
         """None until the trainer is up."""
@@ -144,12 +125,9 @@ class GuardianProcess:
         self._exit: asyncio.Future[e.Exit] = loop.create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        self._trainer_reader, self._trainer_writer = await asyncio.open_connection(
-            sock=self._trainer_socket
-        )
-        self._watch_trainer_process()
+        loop.add_reader(self._zygote.fileno(), self._on_zygote_news)
         try:
-            return await self._guard()
+            return await self._guard(await self._start_trainer())
         finally:
             await self._stop_trainer(0.0)
             if self._core is not None:
@@ -158,14 +136,15 @@ class GuardianProcess:
                 for task in self._tasks:
                     task.cancel()
                 await asyncio.wait(self._tasks, timeout=0.1)
-            self._trainer_writer.close()
+            loop.remove_reader(self._zygote.fileno())
+            self._hang_up_on_trainer()
 
-    async def _guard(self) -> int:
+    async def _guard(self, trainer: asyncio.StreamReader) -> int:
         try:
-            first = await read_message(self._trainer_reader)
+            first = await read_message(trainer)
         except WireError:
             await self._stop_trainer(_LEAVE_TIMEOUT_S)
-            return exit_code_of(self._trainer_status or 0) or EXIT_NO_JOB
+            return exit_code_of(self._trainer_status) or EXIT_NO_JOB
         assert isinstance(first, m.TrainerUp), first
         found = await self._find_job()
         if self._exit.done():
@@ -222,7 +201,7 @@ class GuardianProcess:
             )
             self._start(server.serve())
             self._start(self._tick())
-            self._start(self._serve_trainer())
+            self._serving = self._start(self._serve_trainer(trainer))
             if self._environment.forms_job:
                 self._write_job_file((me,))
             self._feed(e.Started(forms_job=self._environment.forms_job))
@@ -249,7 +228,7 @@ class GuardianProcess:
     def _say(self, words: str) -> None:
         """To a person, once a node; or by whoever leads."""
         if self._environment.local_rank == 0 or self._leads_from is not None:
-            print(f"deadpool: {words}", file=sys.stderr, flush=True)
+            say(f"deadpool: {words}", is_error=True)
 
     def _begin(self, me: Member) -> None:
         self._core = Guardian(self._settings, me)
@@ -310,12 +289,11 @@ class GuardianProcess:
     def _note_damage(self, event: e.Damaged) -> None:
         """The keeper of a damaged copy says so itself, whoever leads."""
         environment = self._environment
-        print(
+        say(
             f"deadpool: node {environment.node}, rank {environment.local_rank} of it: the copy of "
             f"slot {event.slot} at iteration {event.iteration} in its memory is damaged and will "
             f"not be used: {event.reason}",
-            file=sys.stderr,
-            flush=True,
+            is_error=True,
         )
         self._feed(event)
 
@@ -358,6 +336,8 @@ class GuardianProcess:
                 self._tell_committed(action)
             case e.Put():
                 self._transfers.put(action)
+            case e.SpawnTrainer():
+                self._respawn_trainer()
             case e.DrainTrainer():
                 self._signal_trainer(signal.SIGTERM)
             case e.StopTrainer():
@@ -469,10 +449,9 @@ class GuardianProcess:
         if self._leads_from is None:
             nodes = {member.node for member in members}
             spares = len(nodes) - self._settings.grid.num_nodes
-            print(
+            say(
                 f"[deadpool] node {me.node} leads {len(nodes)} nodes, {spares} of them spare, at "
                 f"{me.host}:{me.control_port}",
-                flush=True,
             )
         self._leads_from = me.member
         self._write_job_file(members)
@@ -485,30 +464,47 @@ class GuardianProcess:
 
     # The trainer process
 
-    def _watch_trainer_process(self) -> None:
-        descriptor = os.pidfd_open(self._trainer_pid)
-        loop = asyncio.get_running_loop()
+    async def _start_trainer(self) -> asyncio.StreamReader:
+        """What it is told before the connection to it is open, it hears then."""
+        self._trainer_ended.clear()
+        self._trainer_writer = None
+        reader, writer = await asyncio.open_connection(sock=self._zygote.spawn())
+        self._trainer_writer = writer
+        untold, self._untold = self._untold, []
+        for message in untold:
+            write_message(writer, message)
+        return reader
 
-        def on_exit() -> None:
-            loop.remove_reader(descriptor)
-            os.close(descriptor)
-            self.reap_trainer()
-            self._trainer_ended.set()
-            self._on_trainer_exit()
+    def _respawn_trainer(self) -> None:
+        """What the old one said last does not count any more."""
+        assert self._serving is not None
+        self._serving.cancel()
+        self._hang_up_on_trainer()
+        self._untold = []
+        self._serving = self._start(self._serve_new_trainer())
 
-        loop.add_reader(descriptor, on_exit)
+    def _hang_up_on_trainer(self) -> None:
+        if self._trainer_writer is not None:
+            self._trainer_writer.close()
+            self._trainer_writer = None
 
-    def reap_trainer(self) -> None:
-        if self._trainer_status is None:
-            _, self._trainer_status = os.waitpid(self._trainer_pid, 0)
+    async def _serve_new_trainer(self) -> None:
+        await self._serve_trainer(await self._start_trainer())
 
-    def _on_trainer_exit(self) -> None:
-        assert self._trainer_status is not None
+    def _on_zygote_news(self) -> None:
+        status = self._zygote.read()
+        if not self._zygote.is_alive:
+            asyncio.get_running_loop().remove_reader(self._zygote.fileno())
+        if status is None:
+            return
+        self._trainer_status = status
+        self._trainer_ended.set()
         self._feed(
             e.TrainerDied(
-                by_signal=os.WIFSIGNALED(self._trainer_status),
-                exit_code=exit_code_of(self._trainer_status),
-                reason=f"its trainer ended with {describe_exit(self._trainer_status)}",
+                signal=signal_of(status),
+                exit_code=exit_code_of(status),
+                can_respawn=self._zygote.is_alive,
+                reason=f"its trainer ended with {describe_exit(status)}",
             )
         )
 
@@ -521,8 +517,7 @@ class GuardianProcess:
             await self._trainer_ended.wait()
 
     def _signal_trainer(self, number: int) -> None:
-        if self._trainer_status is None:
-            os.kill(self._trainer_pid, number)
+        self._zygote.signal_trainer(number)
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
@@ -538,21 +533,29 @@ class GuardianProcess:
     # The trainer's messages
 
     async def _answer_aborted(self, message: m.TrainerAborted) -> None:
+        serving = self._serving
         own = await self._transfers.own(message.live)
+        if self._serving is not serving:
+            return  # Of a trainer that has ended since.
         self._feed(e.TrainerAborted(epoch=message.epoch, store_port=message.store_port, own=own))
 
     def _tell_trainer(self, message: m.Message) -> None:
-        write_message(self._trainer_writer, message)
+        if self._trainer_writer is None:
+            self._untold.append(message)
+        else:
+            write_message(self._trainer_writer, message)
 
-    async def _serve_trainer(self) -> None:
+    async def _serve_trainer(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
-                self._on_trainer_message(await read_message(self._trainer_reader))
+                self._on_trainer_message(await read_message(reader))
         except WireError:
             return  # The trainer ended; its process watch says how.
 
     def _on_trainer_message(self, message: m.Message) -> None:
         match message:
+            case m.TrainerUp():
+                pass  # Of one that was started anew: it has been told what to do already.
             case m.ArenaLayout():
                 self._arena.attach(message.payload_bytes)
             case m.SnapshotWanted():

@@ -41,6 +41,7 @@ from deadpool.protocol.messages import (
     RosterWanted,
     Staged,
     Support,
+    TrainerCrashed,
     TrainerLost,
     Upstream,
     Welcome,
@@ -218,7 +219,7 @@ Message = (
 TYPES: tuple[type, ...] = (
     Hello, Heartbeat,
     Join, Support, Aborted, RosterIs, Accepted, Ready, RegroupFailed, Staged, FirstStep, Finished,
-    Faltered, Failed, TrainerLost, EndWanted, DrainWanted, EndNoted,
+    Faltered, Failed, TrainerCrashed, TrainerLost, EndWanted, DrainWanted, EndNoted,
     Welcome, NotLeader, Abort, RosterWanted, Propose, Resume, Install, Committed, Drain, Ended,
     Leave, Fenced,
     TrainerUp, ArenaLayout, SnapshotWanted, Captured, TrainerAborted,

@@ -32,7 +32,18 @@ def exit_code_of(status: int) -> int:
     return code if code >= 0 else 128 - code
 
 
+def signal_of(status: int) -> str | None:
+    """The name of the signal that a waitpid status tells of; None for an exit."""
+    if not os.WIFSIGNALED(status):
+        return None
+    number = os.WTERMSIG(status)
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIG{number}"  # The real-time ones between the two with a name.
+
+
 def describe_exit(status: int) -> str:
     """In words."""
-    code = os.waitstatus_to_exitcode(status)
-    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+    name = signal_of(status)
+    return f"signal {name}" if name else f"exit code {os.waitstatus_to_exitcode(status)}"

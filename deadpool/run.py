@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from deadpool.arena import Arena
 from deadpool.config import ConfigError, RankEnvironment, grid_of_rank, parse_config
+from deadpool.forkserver import PRELOAD
 from deadpool.guardian import run_guardian
 from deadpool.protocol.types import Epoch
+from deadpool.terminal import say
 
 if TYPE_CHECKING:
     from deadpool.groups import GroupRegistry
@@ -66,12 +67,12 @@ def main(argv: Sequence[str], *, train: Train, check: Callable[[Sequence[str]], 
             os.makedirs(config.log_dir, exist_ok=True)
     except (ConfigError, OSError) as error:
         if local_rank == "0":
-            print(f"deadpool: {error}", file=sys.stderr)
+            say(f"deadpool: {error}", is_error=True)
         return 2
     os.environ["WORLD_SIZE"] = str(environment.world_size)
 
-    def trainer_main(sock: socket.socket, arena: Arena) -> int:
-        if not os.environ.get("DEADPOOL_NODE"):
+    def trainer_main(sock: socket.socket, arena: Arena, is_first: bool) -> int:
+        if is_first and not os.environ.get("DEADPOOL_NODE"):
             code = _check_quietly(argv, check, says=local_rank == "0", notes=node == "0")
             if code != 0:
                 return code
@@ -87,4 +88,4 @@ def main(argv: Sequence[str], *, train: Train, check: Callable[[Sequence[str]], 
         )
         return train(argv, hooks)
 
-    return run_guardian(config, environment, grid, trainer_main)
+    return run_guardian(config, environment, grid, trainer_main, PRELOAD)

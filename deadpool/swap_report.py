@@ -13,6 +13,7 @@ from deadpool.injection import append_json_line
 from deadpool.protocol import events as e
 from deadpool.protocol import messages as m
 from deadpool.protocol.types import Node, Phase
+from deadpool.terminal import say
 
 STAGES = ("detect", "abort", "agree", "setup", "regroup", "restore", "verify", "first_step")
 """detect: death to announcement. abort: until every survivor stands outside its collectives.
@@ -34,7 +35,9 @@ class SwapReport:
     """First news of the loss, or of a connection's end."""
     announced_at: float
     nodes_lost: list[Node] = dataclasses.field(default_factory=list)
-    """None: groups were repaired in place, and nobody was replaced."""
+    """None: nobody was replaced."""
+    respawned: dict[Node, str] = dataclasses.field(default_factory=dict)
+    """Nodes on which a trainer was started anew, and the signal that had ended it."""
     spares_used: list[Node] = dataclasses.field(default_factory=list)
     restored_iteration: int | None = None
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -51,6 +54,7 @@ class SwapReport:
         """killed_at: when the fault was injected, where it was."""
         if action.phase is Phase.REGROUPING:
             self.nodes_lost = list(action.nodes_lost)
+            self.respawned = dict(action.respawned)
             used = dict.fromkeys([*self.spares_used, *action.spares_used])
             self.spares_used = [node for node in used if node not in self.nodes_lost]
             self.restored_iteration = action.restore
@@ -85,23 +89,34 @@ class SwapReport:
         return self.num_bytes / self.transfer_seconds / 1e9 if self.transfer_seconds else 0.0
 
     def line(self) -> str:
-        nodes = ",".join(map(str, self.nodes_lost))
-        spares = ",".join(map(str, self.spares_used))
         stages = " ".join(f"{s} {self.seconds[s]:.3f}" for s in STAGES if s in self.seconds)
-        what = f"node {nodes} lost, spare {spares} took its place"
         return (
-            f"[deadpool] epoch {self.epoch}: {what if nodes else 'repaired in place'}; "
+            f"[deadpool] epoch {self.epoch}: {self._words()}; "
             f"back at iteration {self.restored_iteration}, {self.iterations_rerun} run again; "
             f"seconds: {stages} total {self.total:.3f}; "
             f"{self.num_bytes} bytes at {self.gigabytes_per_s:.2f} GB/s"
         )
 
+    def _words(self) -> str:
+        nodes = ",".join(map(str, self.nodes_lost))
+        spares = ",".join(map(str, self.spares_used))
+        words = [f"node {nodes} lost, spare {spares} took its place"] if nodes else []
+        words += [f"trainer of node {x} started anew ({y})" for x, y in self.respawned.items()]
+        return ", ".join(words or ["repaired in place"])
+
+    @property
+    def event(self) -> str:
+        if self.nodes_lost:
+            return "swap"
+        return "respawn" if self.respawned else "repair"
+
     def record(self) -> dict[str, Any]:
         return {
-            "event": "swap" if self.nodes_lost else "repair",
+            "event": self.event,
             "epoch": self.epoch,
             "nodes_lost": self.nodes_lost,
             "spares_used": self.spares_used,
+            "respawned": list(self.respawned),
             "restored_iteration": self.restored_iteration,
             "iterations_rerun": self.iterations_rerun,
             "seconds": {**self.seconds, "total": self.total},
@@ -157,17 +172,16 @@ class SwapReporter:
             report.take_first_step(message)
             if report.num_first_steps == self._world_size:
                 self._report = None
-                print(report.line(), flush=True)
+                say(report.line())
                 if self._log_dir is not None:
                     path = os.path.join(self._log_dir, "events.jsonl")
                     append_json_line(path, report.record())
 
     def suspect(self, action: e.SuspectCorruption) -> None:
-        print(
+        say(
             f"[deadpool] node {action.node}: suspected silent corruption: iteration "
             f"{action.iteration} had a non-finite value there, and none when it was run again on "
             f"the same data ({action.reason})",
-            flush=True,
         )
         if self._log_dir is not None:
             record = {"event": "suspected-corruption", **dataclasses.asdict(action)}

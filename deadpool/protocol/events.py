@@ -105,10 +105,13 @@ class TrainerSaid:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerDied:
-    """The trainer process ended. by_signal: it did not choose to."""
+    """The trainer process ended."""
 
-    by_signal: bool
+    signal: str | None
+    """The name of the one that ended it; None where it chose to end."""
     exit_code: int
+    can_respawn: bool
+    """Another can be started."""
     reason: str
 
 
@@ -244,6 +247,11 @@ class Probe:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SpawnTrainer:
+    """In the place of the one that died."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DrainTrainer:
     """SIGTERM to the trainer: save and finish."""
 
@@ -339,6 +347,8 @@ class EnterPhase:
     spares_used: tuple[Node, ...] = ()
     """Nodes that the plan gives slots to."""
     restore: Iteration | None = None
+    respawned: tuple[tuple[Node, str], ...] = ()
+    """Nodes on which a trainer was started anew since the job last trained, and why."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -367,7 +377,8 @@ class RosterInstalled:
 
 
 Action = (
-    ToFollowers | ToLeader | HangUp | FindContact | Probe | DrainTrainer | AbortTrainer
+    ToFollowers | ToLeader | HangUp | FindContact | Probe | SpawnTrainer | DrainTrainer
+    | AbortTrainer
     | CancelTransfers | AdoptPlan | ResumeTrainer | TellCommitted | Put | AnswerOffer | AnswerPull
     | StopTrainer | Exit | EnterPhase | Observe | SuspectCorruption | RosterInstalled
 )  # fmt: skip

@@ -69,6 +69,12 @@ class Guardian:
         self.shelf = ShelfLedger(settings.grid.world_size)
         self.end: End | None = None
         self._has_answered = Epoch(0)
+        self._opens_store = False
+        """Its trainer, in the promised epoch."""
+        self._crashed_in = Epoch(0)
+        """The epoch that its trainer last died in after it had answered: it has no part in it."""
+        self._respawns: list[int] = []
+        """For each trainer started in the place of one that died, ticks until it counts no more."""
         self._age = 0
         """Ticks since the leader was heard, or since support was given."""
         self._waited = 0
@@ -292,6 +298,7 @@ class Guardian:
     def _tick(self, event: e.Tick) -> list[Action | StepDown]:
         bounds = self._settings.bounds
         self._age += 1
+        self._respawns = [left - 1 for left in self._respawns if left > 1]
         self._forget_supporters()
         leads_nobody = self.leader and self.leader.phase in (Phase.ABORTING, Phase.ENDING)
         if self.standing is not Standing.FOLLOWING or leads_nobody:
@@ -384,7 +391,7 @@ class Guardian:
             return self._give_up(EXIT_FENCED, "the job went on after this node was told its end")
         self.promised, self._promised_to = message.epoch, self.upstream
         self.standing, self._age = Standing.FOLLOWING, 0
-        opens_store = message.store_member == self.me.member
+        opens_store = self._opens_store = message.store_member == self.me.member
         if self.slot is None and not opens_store:
             return [e.CancelTransfers(), *self._answer_abort(0, frozenset())]
         return [e.AbortTrainer(epoch=self.promised, opens_store=opens_store)]
@@ -477,6 +484,8 @@ class Guardian:
         self._install_up_to(newest[0])
         if self.plan is None or self.plan.epoch != self.promised or self.slot is None:
             return []
+        if self._crashed_in == self.promised:
+            return []  # The leader did not know. Its new trainer has not the state.
         self.has_state = True
         actions: list[Action | StepDown] = [e.ResumeTrainer(epoch=self.promised)]
         if self.plan.restart.restore is not None:
@@ -539,12 +548,29 @@ class Guardian:
     def _trainer_died(self, event: e.TrainerDied) -> list[Action | StepDown]:
         if self.end is not None:
             return []
-        if not event.by_signal:
+        if event.signal is None:
             failed = m.Failed(reason=event.reason, exit_code=event.exit_code or 1)
             return self._trainer_said(e.TrainerSaid(message=failed))
+        if event.can_respawn and len(self._respawns) < self._settings.max_respawns:
+            return self._respawn(event.signal, event.reason)
         reason = f"this node counts as lost: {event.reason}"
         lost = m.TrainerLost(reason=event.reason)
         return [*self._tell(lost), *self._give_up(EXIT_FENCED, reason)]
+
+    def _respawn(self, kind: str, reason: str) -> list[Action | StepDown]:
+        """The slot stays, with its snapshots in this node's memory; the state is gone. Without a
+        leader nobody is told: whoever comes to lead announces an epoch."""
+        self._respawns.append(self._settings.respawn_window)
+        self.has_state = False
+        actions: list[Action | StepDown] = [e.CancelTransfers(), e.SpawnTrainer()]
+        is_asked = self.slot is not None or self._opens_store
+        if self._has_answered == self.promised:
+            self._crashed_in = self.promised
+        elif is_asked:
+            abort = e.AbortTrainer(epoch=self.promised, opens_store=self._opens_store)
+            actions.append(abort)
+        crashed = m.TrainerCrashed(epoch=self.promised, kind=kind, reason=reason)
+        return actions + self._tell(crashed)
 
     def _end_asked(self, event: e.EndAsked) -> list[Action | StepDown]:
         wanted = m.EndWanted(exit_code=event.exit_code, reason=event.reason)

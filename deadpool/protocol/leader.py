@@ -48,6 +48,9 @@ from deadpool.protocol.types import (
     Slot,
 )
 
+PROGRAM_FAULTS = frozenset({"SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"})
+"""Signals by which a program ends itself. Others come from outside, again by chance alone."""
+
 MAX_FAILED_REGROUPS = 5
 """Attempts to build groups and restore without a commit in between, before the job ends."""
 
@@ -62,6 +65,10 @@ class Settings:
     replicas: int
     """Of each slot's snapshots, each on another node."""
     bounds: Bounds
+    max_respawns: int = 3
+    """Trainers that a guardian starts in the place of dead ones within `respawn_window`."""
+    respawn_window: int = 3600
+    """In ticks."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +137,10 @@ class Leader:
         self._drains = False
         self._last_fault: tuple[Iteration, str] | None = None
         """Iteration and kind of the last error that was mended by going back."""
+        self._respawned: dict[Node, str] = {}
+        """Nodes whose trainers were started anew since the job last trained, and why."""
+        self._crashes: dict[tuple[Iteration | None, str, Slot], Node] = {}
+        """The node on which a slot's program first crashed, by last commit and signal."""
         self._suspicion: SuspectCorruption | None = None
         """What it will be unless the fault comes again."""
         self._noted: set[MemberId] = set()
@@ -365,6 +376,7 @@ class Leader:
             self._knows.discard(member.member)
             if member.member in self._slot_of:
                 had_slots, self._last_fault = True, None
+                self._respawned.pop(member.node, None)
                 if member.node not in self.nodes_lost:
                     self.nodes_lost.append(member.node)
         others = tuple(x.member for x in gone if x.member != self._me.member)
@@ -383,6 +395,36 @@ class Leader:
                 f"node {node} was lost before the job had formed: {message.reason}", EXIT_FAILED
             )
         return self._lose([node], message.reason)
+
+    def _trainer_crashed(
+        self, sender: MemberId, message: m.TrainerCrashed
+    ) -> list[Action | StepDown]:
+        """A slot whose program crashes at one place again is given to another node; where it does
+        so there, too, the fault is the program's."""
+        node = self.members[sender].node
+        if sender in self._slot_of:
+            self._respawned[node] = message.kind
+        has_part = sender in self._slot_of or sender == self._store
+        if self.phase is Phase.ABORTING:
+            has_part = sender in self._aborted
+        if message.epoch != self.epoch or not has_part:
+            return []  # It answers what is announced, or will be, with its new trainer.
+        if not self._has_trained and self.phase is Phase.REGROUPING:
+            return self._halt(self._lost_too_early(message.reason), EXIT_FAILED)
+        if message.kind in PROGRAM_FAULTS and sender in self._slot_of:
+            slot = self._slot_of[sender]
+            place = (self.committed, message.kind, slot)
+            before = self._crashes.get(place)
+            if before == node:
+                return self._lose([node], f"{message.reason} again in the same iteration")
+            if before is not None:
+                return self._halt(
+                    f"the trainer of slot {slot} ended with {message.kind} in the iteration after "
+                    f"{self.committed} on node {before}, twice, and again on node {node}",
+                    EXIT_FAILED,
+                )
+            self._crashes[place] = node
+        return self._announce()
 
     def _waiting_for(self) -> list[MemberId]:
         """Members that the phase cannot end without and that have not answered."""
@@ -407,7 +449,13 @@ class Leader:
 
     def _enter(self, phase: Phase, **more: Any) -> EnterPhase:
         self.phase, self._entered = phase, self._now
-        return EnterPhase(epoch=self.epoch, phase=phase, nodes_lost=tuple(self.nodes_lost), **more)
+        return EnterPhase(
+            epoch=self.epoch,
+            phase=phase,
+            nodes_lost=tuple(self.nodes_lost),
+            respawned=tuple(sorted(self._respawned.items())),
+            **more,
+        )
 
     def _announce(self, likely: Sequence[MemberId] = ()) -> list[Action | StepDown]:
         """A new epoch: everybody stands still and says what it holds. likely: who will have the
@@ -539,7 +587,8 @@ class Leader:
             # Not the launch any more, even if only spares are left of it.
             holdings = {member: acks[member].holdings for member in self.members}
             point = choose_restore_point([(Slot(s), x) for s, x in enumerate(slots)], holdings)
-            if point is None or not any(ack.has_state for ack in acks.values()):
+            trained = any(a.has_state or a.committed is not None for a in acks.values())
+            if point is None or not trained:
                 return self._nothing_to_restore()
             restore, sources = point
         base = self._roster
@@ -565,9 +614,8 @@ class Leader:
         self._roster = roster
         self._slot_of = {member: Slot(s) for s, member in enumerate(slots)}
         self._commits = Commits(self._grid.world_size)
-        spares = (
-            {self.members[slots[slot]].node for slot in replaced} if restore is not None else ()
-        )
+        new = {self.members[slots[slot]].node for slot in replaced} if restore is not None else ()
+        spares = set(new) - self._respawned.keys()
         return [
             self._enter(Phase.REGROUPING, spares_used=tuple(sorted(spares)), restore=restore),
             *self._propose(roster, base, restart),
@@ -703,6 +751,7 @@ class Leader:
         self._stepped.add(sender)
         if len(self._stepped) == self._grid.world_size:
             self.nodes_lost.clear()
+            self._respawned.clear()
         return [Observe(sender=sender, message=message)]
 
     def _drain(self, sender: MemberId, message: m.DrainWanted) -> list[Action | StepDown]:
@@ -797,6 +846,7 @@ _WHILE_RUNNING: dict[type, _Handler] = {
     **_ALWAYS,
     m.Join: Leader._join_running,
     m.Support: Leader._take_support,
+    m.TrainerCrashed: Leader._trainer_crashed,
     m.TrainerLost: Leader._trainer_lost,
     m.Failed: Leader._failed,
     m.EndWanted: Leader._end_wanted,
@@ -807,6 +857,7 @@ _TABLE: dict[Phase, dict[type, _Handler]] = {
     Phase.FORMING: {
         **_WHILE_RUNNING,
         m.Join: Leader._join_forming,
+        m.TrainerCrashed: Leader._ignore,
     },
     Phase.ABORTING: {
         **_WHILE_RUNNING,
@@ -833,6 +884,7 @@ _TABLE: dict[Phase, dict[type, _Handler]] = {
         **_ALWAYS,
         m.Join: Leader._join_ending,
         m.Support: Leader._support_ending,
+        m.TrainerCrashed: Leader._ignore,
         m.TrainerLost: Leader._ignore,
         m.Failed: Leader._ignore,
         m.EndWanted: Leader._ignore,

@@ -147,8 +147,19 @@ class Failed:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerCrashed:
+    """The trainer process ended by a signal; a new one takes its place, and restores the slot from
+    this member's memory."""
+
+    epoch: Epoch
+    kind: str
+    """The signal's name."""
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerLost:
-    """The trainer process ended by a signal: its node counts as lost."""
+    """The trainer process ended by a signal, and is not started anew: its node counts as lost."""
 
     reason: str
 
@@ -274,7 +285,8 @@ class Heartbeat:
 
 Upstream = (
     Join | Support | Aborted | RosterIs | Accepted | Ready | RegroupFailed | Staged | FirstStep
-    | Finished | Faltered | Failed | TrainerLost | EndWanted | DrainWanted | EndNoted | Heartbeat
+    | Finished | Faltered | Failed | TrainerCrashed | TrainerLost | EndWanted | DrainWanted
+    | EndNoted | Heartbeat
 )  # fmt: skip
 
 Downstream = (

@@ -97,13 +97,14 @@ def key_of_core(core: Guardian) -> Hashable:
     """Of a guardian's core: clocks count from what they are compared with, and stand still where
     nothing is."""
     values = [key_of(value) for name, value in core.__dict__.items() if name not in _OF_CORE]
+    values.append(len(core._respawns))  # Their window is longer than what is searched.
     values += [core._age, core._waited, frozenset((x, core._patience[x]) for x in core._supporters)]
     if core.leader is not None:
         values += _keys_of_leader(core.leader, core._settings.bounds)
     return tuple(values)
 
 
-_OF_CORE = _SHARED | {"leader", "_age", "_waited", "_patience"}
+_OF_CORE = _SHARED | {"leader", "_age", "_waited", "_patience", "_respawns"}
 _OF_LEADER = _SHARED | {"members", "_heard", "_now", "_entered"}
 
 

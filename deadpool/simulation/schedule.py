@@ -384,8 +384,9 @@ class Schedule:
     def _kill_trainer(self, victim: MemberId) -> None:
         node = self._node(victim)
         assert node is not None
-        self.world.trainer_dies(victim)
-        self._may_return(node)
+        self.world.trainer_dies(victim, can_respawn=self._chooser.random() < 0.7)
+        if victim not in self.world.processes:
+            self._may_return(node)
 
     def _stop(self, victim: MemberId) -> None:
         self._stopped.add(victim)

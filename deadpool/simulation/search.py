@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from deadpool.protocol import messages as m
 from deadpool.protocol.invariants import Violated
 from deadpool.protocol.types import MemberId
-from deadpool.simulation.world import ENDED, World, epoch_of, keep_all, keep_none
+from deadpool.simulation.world import ENDED, GONE, World, epoch_of, keep_all, keep_none
 
 Move = tuple[Any, ...]
 
@@ -65,6 +65,10 @@ def _faults(world: World) -> Iterator[Move]:
         for member, process in world.processes.items():
             if process.core.end is None:
                 yield ("crash", member)
+    if world.crashes_left:
+        for member, process in world.processes.items():
+            if process.core.end is None and process.state is not GONE:
+                yield ("trainer dies", member)
     if world.resets_left:
         for number, c in world.connections.items():
             if c.up is not None and c.down is not None:
@@ -108,6 +112,9 @@ def apply(world: World, move: Move) -> None:
             gone = [x for x, p in world.processes.items() if p.core.me.node == node]
             world.losses_left -= 1
             world.crash(gone)
+        case ("trainer dies", member):
+            world.crashes_left -= 1
+            world.trainer_dies(member)
         case ("reset", number, up, down):
             world.resets_left -= 1
             world.reset(number, up, down)

@@ -203,7 +203,7 @@ class World:
         """Processes that were killed."""
         self.fenced_nodes: frozenset[Node] = frozenset()
         self.transfers: tuple[Transfer, ...] = ()
-        self.losses_left = self.resets_left = self.suspicions_left = 0
+        self.losses_left = self.resets_left = self.suspicions_left = self.crashes_left = 0
         self.errors_left = self.regroup_failures_left = self.copies_left = self.late_left = 0
         self.late: tuple[Late, ...] = ()
         self.late_kinds: type | tuple[type, ...] = object
@@ -250,7 +250,7 @@ class World:
             ),
             self.history.key(), frozenset(self._accepted.items()),
             frozenset(self._promised.items()), self.transfers,
-            self.losses_left, self.resets_left, self.suspicions_left,
+            self.losses_left, self.resets_left, self.suspicions_left, self.crashes_left,
             self.errors_left, self.regroup_failures_left, self.copies_left, self.late_left,
             key_of(self.late),
         )  # fmt: skip
@@ -785,13 +785,22 @@ class World:
         if p.state is DONE:
             self.handle(member, e.TrainerSaid(message=m.Finished(epoch=p.epoch)))
 
-    def trainer_dies(self, member: MemberId) -> None:
+    def trainer_dies(self, member: MemberId, *, can_respawn: bool = True) -> None:
         p = self._mine(member)
         p.state = GONE
         self._say(f"trainer {member} is killed")
-        event = e.TrainerDied(by_signal=True, exit_code=-9, reason="signal 9")
+        event = e.TrainerDied(
+            signal="SIGKILL", exit_code=137, can_respawn=can_respawn, reason="kill"
+        )
         self.handle(member, event)
         self._wake_all()
+
+    def _spawn_trainer(self, member: MemberId, action: e.SpawnTrainer) -> None:
+        """It knows nothing; the guardian's memory, and what it holds, stays."""
+        p = self.processes[member]
+        p.state, p.plan, p.slot = STANDBY, None, Slot(0)
+        p.announced = p.epoch = p.resumed = Epoch(0)
+        p.committed, p.completed, p.live = (0, -1), Iteration(-1), None
 
     # Moves of replicas
 
@@ -924,6 +933,7 @@ _ACTIONS: dict[type, Callable[[World, MemberId, Any], None]] = {
     e.HangUp: World._hang_up,
     e.FindContact: World._find_contact,
     e.Probe: World._probe,
+    e.SpawnTrainer: World._spawn_trainer,
     e.DrainTrainer: World._nothing,
     e.AbortTrainer: World._abort_trainer,
     e.CancelTransfers: World._cancel,

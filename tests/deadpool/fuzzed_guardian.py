@@ -24,7 +24,7 @@ from deadpool.guardian import GuardianProcess, run_guardian
 from deadpool.wire import BlockingLink
 
 
-def answer(sock: socket.socket, arena: Arena) -> int:
+def answer(sock: socket.socket, arena: Arena, is_first: bool) -> int:
     """A trainer that is always ready and never trains."""
     link = BlockingLink(sock)
     link.send(m.TrainerUp())

@@ -68,23 +68,6 @@ def test_loss_of_the_leader_without_a_spare_left_ends_with_its_cause(run_job):
     assert "no complete spare node is left" in job.output
 
 
-def test_trainer_killed_alone_costs_its_node(run_job, peace):
-    flags = [*PIPELINE, "--train-iters", "7"]
-    unfailed = peace(launch(4, 2), flags)
-
-    def kill_trainer(pid, log_dir):
-        wait_for_iteration(log_dir, 2)
-        node = node_processes(pid)[1]
-        trainers = [p for p in node.children(recursive=True) if p.name() == "dp-trainer"]
-        trainers[0].send_signal(signal.SIGSEGV)
-
-    job = run_job(launch(4, 2), flags, during=kill_trainer)
-    job.check_clean()
-    assert [s["nodes_lost"] for s in job.swaps] == [[1]]
-    assert job.losses == unfailed.losses
-    assert job.parameters == unfailed.parameters
-
-
 def test_error_in_training_ends_the_job_with_it(run_job, tmp_path):
     script = tmp_path / "broken.py"
     script.write_text(

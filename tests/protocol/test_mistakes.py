@@ -2,7 +2,8 @@
 
 Not found, since they do no harm alone: a late Propose (rosters are only taken in order, and only
 from the leader that is followed), RosterIs, RosterWanted, RegroupFailed and FirstStep (they can
-only ask again, or tell a report).
+only ask again, or tell a report), TrainerCrashed (the others' collectives fail, too, and they say
+so).
 """
 
 from __future__ import annotations
@@ -254,3 +255,17 @@ def test_asking_the_old_roster_alone_is_found() -> None:
     ):
         for seed in range(100):
             run_seed(seed)
+
+
+# Trainers that die
+
+
+def test_a_new_trainer_that_does_not_hear_of_the_epoch_is_found() -> None:
+    """The dead one had been told of it; only the guardian knows that."""
+    respawn = Guardian._respawn
+
+    def tells_nothing(self: Guardian, kind: str, reason: str) -> list[Any]:
+        return [a for a in respawn(self, kind, reason) if not isinstance(a, e.AbortTrainer)]
+
+    with mock.patch.object(Guardian, "_respawn", tells_nothing), pytest.raises(Violated):
+        search(training_world(crashes=2, spares=0), allowed=lambda codes: codes == {0})
