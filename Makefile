@@ -1,4 +1,4 @@
-# make demo | make test | make lint. PYTHON picks the interpreter, VENV the environment's folder.
+# make demo | make test | make faults | make lint. PYTHON picks the interpreter, VENV the environment's folder.
 
 SHELL := /bin/bash
 VENV ?= .venv
@@ -11,13 +11,16 @@ PYTHON := $(shell for p in python3 python3.12 python3.11 python3.10; do \
 	if $$p -c '$(FITS)' 2>/dev/null; then echo $$p; break; fi; done)
 endif
 
-.PHONY: demo test lint install clean
+.PHONY: demo test faults lint install clean
 
 demo: $(STAMP)
 	$(BIN)/python tools/demo.py --output-dir demo-out
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+faults: $(STAMP)
+	$(BIN)/python -m pytest -m faults $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from deadpool.injection import Flip, Injection, parse_injection
 from deadpool.mpi.world import Launcher, find_launcher
+from deadpool.progress import Vigil
 from deadpool.protocol.placement import Grid, choose_holders
 from deadpool.protocol.types import Bounds
 
@@ -49,6 +50,10 @@ class DeadpoolConfig:
     """Bound of each phase of a recovery; past it, who did not answer counts as lost."""
     build_timeout_s: float
     """Bound of building the process groups of one epoch."""
+    hang_timeout_s: float
+    """Without progress for so long, a trainer hangs, or waits for one that does."""
+    abort_timeout_s: float
+    """How long a trainer may take to leave what it is in, once an epoch was announced."""
     error_grace_s: float
     """How long an error in a trainer waits for the news of a lost node that explains it."""
     commit_timeout_s: float
@@ -86,6 +91,14 @@ class DeadpoolConfig:
         """In the protocol's ticks."""
         return self._ticks(self.respawn_window_s)
 
+    def vigil(self) -> Vigil:
+        return Vigil(
+            hang=self._ticks(self.hang_timeout_s),
+            first=max(self._ticks(self.start_timeout_s), self._ticks(self.hang_timeout_s)),
+            abort=self._ticks(self.abort_timeout_s),
+            tick_s=self.heartbeat_interval_s,
+        )
+
     def bounds(self) -> Bounds:
         """The protocol's waits in its ticks, rounded up."""
         ticks = self._ticks
@@ -104,6 +117,8 @@ _SECONDS = {
     "start-timeout": (600.0, "bound of the job's start"),
     "recovery-timeout": (120.0, "bound of each phase of a recovery"),
     "build-timeout": (20.0, "bound of building the process groups of an epoch"),
+    "hang-timeout": (180.0, "without progress for so long, a trainer hangs or waits for one"),
+    "abort-timeout": (15.0, "for leaving what it is in; who does not is killed, started anew"),
     "error-grace": (15.0, "how long a trainer's error waits for the news of a lost node"),
     "commit-timeout": (120.0, "how long a step waits for the previous snapshot's commit"),
     "heartbeat-interval": (1.0, "time between two heartbeats of a guardian"),
@@ -141,6 +156,16 @@ RELATIONS = (
     ),
     _Relation(
         "recovery-timeout",
+        ((2, "abort-timeout"),),
+        "a trainer that does not answer is started anew, and answers, within a recovery",
+    ),
+    _Relation(
+        "hang-timeout",
+        ((2, "heartbeat-interval"),),
+        "guardians look once an interval",
+    ),
+    _Relation(
+        "recovery-timeout",
         ((1, "build-timeout"),),
         "a recovery contains the building of its groups",
     ),
@@ -162,7 +187,8 @@ RELATIONS = (
 | heartbeat-timeout | 3 x heartbeat-interval |
 | error-grace | 2 x heartbeat-timeout + heartbeat-interval |
 | minority-timeout | 4 x heartbeat-timeout |
-| recovery-timeout | build-timeout; 4 x heartbeat-timeout |
+| hang-timeout | 2 x heartbeat-interval |
+| recovery-timeout | build-timeout; 4 x heartbeat-timeout; 2 x abort-timeout |
 | commit-timeout | minority-timeout + heartbeat-timeout |
 | --distributed-timeout-minutes | more than heartbeat-timeout + error-grace |
 """

@@ -28,6 +28,7 @@ from deadpool.mpi.transport import MpiTransport
 from deadpool.pace import SnapshotClock
 from deadpool.peers import Peers
 from deadpool.process import describe_exit, exit_code_of, set_process_name, signal_of
+from deadpool.progress import ProgressBoard
 from deadpool.protocol import events as e
 from deadpool.protocol.guardian import Guardian
 from deadpool.protocol.leader import Settings
@@ -55,7 +56,7 @@ _LEAVE_TIMEOUT_S = 60.0
 
 _CONTACT_RETRY_S = 0.1
 
-TrainerMain = Callable[[socket.socket, Arena, bool], int]
+TrainerMain = Callable[[socket.socket, Arena, ProgressBoard, bool], int]
 
 
 def run_guardian(
@@ -67,13 +68,14 @@ def run_guardian(
 ) -> int:
     """Run one rank of a node to its end; returns its exit code.
 
-    trainer_main: runs in a forked child with its end of the socket pair, the arena, and whether it
-    is the first trainer here; returns the trainer's exit code. preload: modules that it imports.
+    trainer_main: runs in a forked child with its end of the socket pair, the arena, the board, and
+    whether it is the first trainer here; returns the trainer's exit code. preload: modules that it
+    imports.
     """
-    arena = Arena.create()
-    zygote = Zygote(lambda link, is_first: trainer_main(link, arena, is_first), preload)
+    arena, board = Arena.create(), ProgressBoard()
+    zygote = Zygote(lambda link, is_first: trainer_main(link, arena, board, is_first), preload)
     set_process_name("dp-guardian")
-    guardian = GuardianProcess(config, environment, grid, arena, zygote)
+    guardian = GuardianProcess(config, environment, grid, arena, board, zygote)
     try:
         return asyncio.run(guardian.run())
     finally:
@@ -89,6 +91,7 @@ class GuardianProcess:
         environment: RankEnvironment,
         grid: Grid,
         arena: Arena,
+        board: ProgressBoard,
         zygote: Zygote,
     ) -> None:
         self._config = config
@@ -102,6 +105,8 @@ class GuardianProcess:
             respawn_window=config.respawn_window(),
         )
         self._arena = arena
+        self._board = board
+        self._vigil = config.vigil()
         self._zygote = zygote
         self._trainer_status = 0
         """Of waitpid, of the last trainer that ended."""
@@ -288,14 +293,17 @@ class GuardianProcess:
 
     def _note_damage(self, event: e.Damaged) -> None:
         """The keeper of a damaged copy says so itself, whoever leads."""
-        environment = self._environment
-        say(
-            f"deadpool: node {environment.node}, rank {environment.local_rank} of it: the copy of "
-            f"slot {event.slot} at iteration {event.iteration} in its memory is damaged and will "
-            f"not be used: {event.reason}",
-            is_error=True,
+        self._say_of_node(
+            f"the copy of slot {event.slot} at iteration {event.iteration} in its memory is "
+            f"damaged and will not be used: {event.reason}"
         )
         self._feed(event)
+
+    def _say_of_node(self, words: str) -> None:
+        """To a person, whoever leads."""
+        environment = self._environment
+        where = f"node {environment.node}, rank {environment.local_rank} of it"
+        say(f"deadpool: {where}: {words}", is_error=True)
 
     def _fail(self, error: BaseException) -> None:
         """Our own error, after which this guardian's state is of no more use: it ends, aloud, and
@@ -318,6 +326,7 @@ class GuardianProcess:
             case e.FindContact():
                 self._start(self._find_contact())
             case e.AbortTrainer():
+                self._vigil.announced()
                 self._transfers.cancel()
                 self._tell_trainer(
                     m.EnterEpoch(
@@ -338,6 +347,9 @@ class GuardianProcess:
                 self._transfers.put(action)
             case e.SpawnTrainer():
                 self._respawn_trainer()
+            case e.KillTrainer():
+                self._say_of_node(f"its trainer hangs and is killed: {action.reason}")
+                self._signal_trainer(signal.SIGKILL)
             case e.DrainTrainer():
                 self._signal_trainer(signal.SIGTERM)
             case e.StopTrainer():
@@ -346,7 +358,7 @@ class GuardianProcess:
             case e.EnterPhase():
                 self._report.enter(action)
             case e.Observe():
-                self._report.observe(action.message)
+                self._report.observe(action)
             case e.SuspectCorruption():
                 self._report.suspect(action)
             case e.RosterInstalled():
@@ -379,6 +391,10 @@ class GuardianProcess:
         while True:
             await asyncio.sleep(self._config.heartbeat_interval_s)
             self._feed(e.Tick())
+            reading = self._board.read()
+            stalled = self._vigil.look(reading)
+            if stalled:
+                self._feed(e.TrainerStalled(iteration=reading.iteration, reason=stalled))
 
     def _start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -481,6 +497,8 @@ class GuardianProcess:
         self._serving.cancel()
         self._hang_up_on_trainer()
         self._untold = []
+        self._board.clear()
+        self._vigil.begin()
         self._serving = self._start(self._serve_new_trainer())
 
     def _hang_up_on_trainer(self) -> None:
@@ -561,6 +579,7 @@ class GuardianProcess:
             case m.SnapshotWanted():
                 self._transfers.deliver(message)
             case m.TrainerAborted():
+                self._vigil.answered()
                 self._start(self._answer_aborted(message))
             case m.Captured():
                 self._feed(e.Captured(epoch=message.epoch, iteration=message.iteration))

@@ -12,6 +12,7 @@ from deadpool.arena import Arena
 from deadpool.config import ConfigError, RankEnvironment, grid_of_rank, parse_config
 from deadpool.forkserver import PRELOAD
 from deadpool.guardian import run_guardian
+from deadpool.progress import ProgressBoard
 from deadpool.protocol.types import Epoch
 from deadpool.terminal import say
 
@@ -71,7 +72,9 @@ def main(argv: Sequence[str], *, train: Train, check: Callable[[Sequence[str]], 
         return 2
     os.environ["WORLD_SIZE"] = str(environment.world_size)
 
-    def trainer_main(sock: socket.socket, arena: Arena, is_first: bool) -> int:
+    def trainer_main(
+        sock: socket.socket, arena: Arena, board: ProgressBoard, is_first: bool
+    ) -> int:
         if is_first and not os.environ.get("DEADPOOL_NODE"):
             code = _check_quietly(argv, check, says=local_rank == "0", notes=node == "0")
             if code != 0:
@@ -84,7 +87,12 @@ def main(argv: Sequence[str], *, train: Train, check: Callable[[Sequence[str]], 
         registry = GroupRegistry()
         link = GuardianLink(sock, on_abort=lambda epoch: _abort_before(registry, epoch))
         hooks = DeadpoolHooks(
-            config=config, environment=environment, link=link, registry=registry, arena=arena
+            config=config,
+            environment=environment,
+            link=link,
+            registry=registry,
+            arena=arena,
+            board=board,
         )
         return train(argv, hooks)
 

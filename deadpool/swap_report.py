@@ -12,7 +12,7 @@ from typing import Any
 from deadpool.injection import append_json_line
 from deadpool.protocol import events as e
 from deadpool.protocol import messages as m
-from deadpool.protocol.types import Node, Phase
+from deadpool.protocol.types import STALLED, Node, Phase
 from deadpool.terminal import say
 
 STAGES = ("detect", "abort", "agree", "setup", "regroup", "restore", "verify", "first_step")
@@ -162,7 +162,13 @@ class SwapReporter:
         if action.phase is Phase.TRAINING:
             self._leader_lost_at = None
 
-    def observe(self, message: m.Upstream) -> None:
+    def observe(self, action: e.Observe) -> None:
+        message = action.message
+        if isinstance(message, m.Faltered) and message.kind == STALLED:
+            say(
+                f"[deadpool] node {action.node}: {message.reason}; all ranks go back to the last "
+                "snapshot"
+            )
         report = self._report
         if report is None:
             return

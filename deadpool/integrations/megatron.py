@@ -26,6 +26,7 @@ from deadpool.optimizer import patch_inner_step, patch_step, rebuild_parameters
 from deadpool.pace import AGREE_EVERY, Pace, Windows
 from deadpool.parameter_hash import ParametersDiffer, hash_parameters, verify_parameters
 from deadpool.placement_report import render
+from deadpool.progress import Activity, ProgressBoard
 from deadpool.protocol.placement import choose_holders
 from deadpool.protocol.types import Iteration
 from deadpool.snapshot import SnapshotDamaged, Snapshotter
@@ -37,10 +38,24 @@ from megatron.training.state import TrainState
 EXIT_NO_CONSISTENT_STATE = 4
 
 
+_ACTIVITIES = {
+    Phase.DATA: Activity.DATA,
+    Phase.FORWARD: Activity.FORWARD,
+    Phase.BACKWARD: Activity.BACKWARD,
+    Phase.OPTIMIZER: Activity.OPTIMIZER,
+    Phase.EVALUATE: Activity.EVALUATION,
+    Phase.SAVE: Activity.SAVING,
+}
+_AFTER_STEP = frozenset(
+    {Activity.BETWEEN, Activity.EVALUATION, Activity.SAVING, Activity.SETUP, Activity.FINISHED}
+)
+"""Of an iteration that is complete."""
+
+
 class DeadpoolHooks:
     """Implements `megatron.training.hooks.TrainingHooks`.
 
-    link: connected to the guardian, not started. arena: the memory shared with it.
+    link: connected to the guardian, not started. arena, board: the memory shared with it.
     """
 
     def __init__(
@@ -51,11 +66,14 @@ class DeadpoolHooks:
         link: GuardianLink,
         registry: GroupRegistry,
         arena: Arena,
+        board: ProgressBoard,
     ) -> None:
         self._config = config
         self._environment = environment
         self._link = link
         self._arena = arena
+        self._board = board
+        self._has_stepped = False
         self._injector = Injector(config.inject, environment.node, config.log_dir)
         self._is_replacement = False
         self._live: Iteration | None = None
@@ -129,9 +147,15 @@ class DeadpoolHooks:
         self._link.wait_resume()
 
     def on_phase(self, phase: Phase, microbatch: int | None = None) -> None:
+        is_first = not self._has_stepped and phase is not Phase.SAVE
+        self._note(Activity.FIRST if is_first else _ACTIVITIES[phase])
         self._link.check_epoch()
         if phase in (Phase.FORWARD, Phase.BACKWARD):
             self._inject(phase, self._trainer.state.iteration + 1, microbatch)
+
+    def _note(self, activity: Activity) -> None:
+        is_after = activity in _AFTER_STEP
+        self._board.note(activity, self._trainer.state.iteration + (0 if is_after else 1))
 
     def _inject(self, phase: Phase, iteration: int, microbatch: int | None) -> None:
         if phase is Phase.FORWARD and microbatch == get_num_microbatches() - 1:
@@ -142,6 +166,8 @@ class DeadpoolHooks:
     def after_step(self, trainer: Any, losses: dict[str, float]) -> None:
         iteration = Iteration(trainer.state.iteration)
         self._live = self._completed = iteration
+        self._has_stepped = True
+        self._note(Activity.BETWEEN)
         if self._pace.is_due(iteration):
             self._seal(trainer)
         if losses and self._logs_losses():
@@ -188,6 +214,7 @@ class DeadpoolHooks:
         )
 
     def on_finished(self, trainer: Any) -> None:
+        self._note(Activity.FINISHED)
         self._link.send(m.Finished(epoch=self._link.epoch))
         self._link.wait_end()
         self._write(
@@ -296,6 +323,7 @@ class DeadpoolHooks:
         if self._snapshots is not None:
             self._snapshots.settle()
         parallel_state.acknowledge(abort, self._live_snapshot())
+        self._note(Activity.SETUP)
 
     def _rejoin(self, trainer: Any) -> None:
         """Go through epochs until one trains. The leader bounds every one of them."""

@@ -116,6 +116,16 @@ class TrainerDied:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerStalled:
+    """The trainer has made no progress for as long as it is given. Said again as long as that
+    lasts, once in each such time."""
+
+    iteration: Iteration
+    """That it is in."""
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EndAsked:
     """End the job: a signal, or an error of this guardian."""
 
@@ -203,7 +213,7 @@ class Damaged:
 
 Event = (
     Started | Contact | FromFollower | FollowerGone | FromLeader | LeaderGone | Dead | Tick
-    | TrainerAborted | TrainerSaid | TrainerDied | EndAsked | DrainAsked
+    | TrainerAborted | TrainerSaid | TrainerDied | TrainerStalled | EndAsked | DrainAsked
     | Captured | PutDone | FetchFailed | Offered | Received | Asked | Damaged
 )  # fmt: skip
 
@@ -249,6 +259,13 @@ class Probe:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SpawnTrainer:
     """In the place of the one that died."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KillTrainer:
+    """It hangs. TrainerDied follows."""
+
+    reason: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,9 +370,9 @@ class EnterPhase:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Observe:
-    """For the report: the leader has taken this message."""
+    """For the report: the leader has taken this message of a member on `node`."""
 
-    sender: MemberId
+    node: Node
     message: Upstream
 
 
@@ -377,8 +394,8 @@ class RosterInstalled:
 
 
 Action = (
-    ToFollowers | ToLeader | HangUp | FindContact | Probe | SpawnTrainer | DrainTrainer
-    | AbortTrainer
-    | CancelTransfers | AdoptPlan | ResumeTrainer | TellCommitted | Put | AnswerOffer | AnswerPull
+    ToFollowers | ToLeader | HangUp | FindContact | Probe | SpawnTrainer | KillTrainer
+    | DrainTrainer | AbortTrainer | CancelTransfers | AdoptPlan | ResumeTrainer | TellCommitted
+    | Put | AnswerOffer | AnswerPull
     | StopTrainer | Exit | EnterPhase | Observe | SuspectCorruption | RosterInstalled
 )  # fmt: skip

@@ -22,6 +22,8 @@ from deadpool.protocol.types import (
     EXIT_FENCED,
     EXIT_MINORITY,
     EXIT_NO_JOB,
+    HUNG,
+    STALLED,
     End,
     Epoch,
     Holdings,
@@ -73,6 +75,8 @@ class Guardian:
         """Its trainer, in the promised epoch."""
         self._crashed_in = Epoch(0)
         """The epoch that its trainer last died in after it had answered: it has no part in it."""
+        self._killed = ""
+        """Why its trainer was killed, until the news of its end."""
         self._respawns: list[int] = []
         """For each trainer started in the place of one that died, ticks until it counts no more."""
         self._age = 0
@@ -359,6 +363,9 @@ class Guardian:
                 # Of somebody that was supported before, and has its majority by now.
                 known = (roster.find(event.sender) for roster in self._rosters)
                 self.upstream = next(filter(None, known), self.upstream)
+            case m.Heartbeat() if self._hears_again(event.sender):
+                assert self._lost is not None
+                return self._support(self._lost)
         if self.upstream is None or event.sender != self.upstream.member:
             return []
         if self.standing is not Standing.SEEKING:
@@ -367,6 +374,12 @@ class Guardian:
             self._answered = True
         handler = _FROM_LEADER[self.standing].get(type(event.message))
         return handler(self, event.message) if handler is not None else []
+
+    def _hears_again(self, sender: MemberId) -> bool:
+        """This candidate has no majority, and the leader that it took for lost was silent only."""
+        if self.standing is not Standing.SEEKING or self.upstream != self.me:
+            return False
+        return self._lost is not None and sender == self._lost.member != self.me.member
 
     def _welcome(self, message: m.Welcome) -> list[Action | StepDown]:
         self.standing, self._age = Standing.FOLLOWING, 0
@@ -551,10 +564,12 @@ class Guardian:
         if event.signal is None:
             failed = m.Failed(reason=event.reason, exit_code=event.exit_code or 1)
             return self._trainer_said(e.TrainerSaid(message=failed))
+        kind = HUNG if self._killed else event.signal
+        why, self._killed = self._killed or event.reason, ""
         if event.can_respawn and len(self._respawns) < self._settings.max_respawns:
-            return self._respawn(event.signal, event.reason)
-        reason = f"this node counts as lost: {event.reason}"
-        lost = m.TrainerLost(reason=event.reason)
+            return self._respawn(kind, why)
+        reason = f"this node counts as lost: {why}"
+        lost = m.TrainerLost(reason=why)
         return [*self._tell(lost), *self._give_up(EXIT_FENCED, reason)]
 
     def _respawn(self, kind: str, reason: str) -> list[Action | StepDown]:
@@ -571,6 +586,26 @@ class Guardian:
             actions.append(abort)
         crashed = m.TrainerCrashed(epoch=self.promised, kind=kind, reason=reason)
         return actions + self._tell(crashed)
+
+    def _trainer_stalled(self, event: e.TrainerStalled) -> list[Action | StepDown]:
+        """Whoever only waits for one that hangs leaves its collectives when an epoch is announced;
+        the one that hangs does not."""
+        if self.end is not None or self._killed:
+            return []
+        is_asked = self.slot is not None or self._opens_store
+        if is_asked and self._has_answered < self.promised:
+            self._killed = event.reason
+            return [e.KillTrainer(reason=event.reason)]
+        if self.plan is None or self.plan.epoch != self.promised:
+            return []
+        return self._tell(
+            m.Faltered(
+                epoch=self.promised,
+                iteration=event.iteration,
+                kind=STALLED,
+                reason=event.reason,
+            )
+        )
 
     def _end_asked(self, event: e.EndAsked) -> list[Action | StepDown]:
         wanted = m.EndWanted(exit_code=event.exit_code, reason=event.reason)
@@ -635,6 +670,7 @@ _TABLE: dict[type, Callable[[Guardian, Any], list[Action | StepDown]]] = {
     e.TrainerAborted: Guardian._trainer_aborted,
     e.TrainerSaid: Guardian._trainer_said,
     e.TrainerDied: Guardian._trainer_died,
+    e.TrainerStalled: Guardian._trainer_stalled,
     e.EndAsked: Guardian._end_asked,
     e.DrainAsked: Guardian._drain_asked,
     e.Captured: Guardian._captured,

@@ -32,6 +32,7 @@ from deadpool.protocol.types import (
     EXIT_FENCED,
     EXIT_NO_CONSISTENT_STATE,
     EXIT_SPARES_EXHAUSTED,
+    HUNG,
     NON_FINITE,
     Bounds,
     End,
@@ -48,8 +49,8 @@ from deadpool.protocol.types import (
     Slot,
 )
 
-PROGRAM_FAULTS = frozenset({"SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"})
-"""Signals by which a program ends itself. Others come from outside, again by chance alone."""
+PROGRAM_FAULTS = frozenset({"SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", HUNG})
+"""Ways in which a program ends, or stops, by itself. Others come from outside, again by chance."""
 
 MAX_FAILED_REGROUPS = 5
 """Attempts to build groups and restore without a commit in between, before the job ends."""
@@ -260,7 +261,7 @@ class Leader:
             if in_phase > bounds.minority or (in_phase > bounds.leave and self._is_decided):
                 actions += self._leave()
             return actions
-        silent = [x for x in everybody if self._now - self._heard[x] > bounds.silence]
+        silent = [x for x in everybody if self._now - self._heard[x] > self._patience(x)]
         if self.phase is Phase.FORMING:
             if in_phase > bounds.start:
                 return actions + self._halt(
@@ -283,6 +284,13 @@ class Leader:
         if self.phase in (Phase.ABORTING, Phase.REGROUPING) and in_phase > bound:
             return actions + self._too_late()
         return actions
+
+    def _patience(self, member: MemberId) -> int:
+        """Ticks. Who has never spoken to this leader may follow the one before, which others lost
+        and which needs as long to notice that."""
+        bounds = self._settings.bounds
+        has_spoken = member in self._connected or member in self._cut_off
+        return bounds.silence + (0 if has_spoken else bounds.seek)
 
     # Joining
 
@@ -407,7 +415,9 @@ class Leader:
         has_part = sender in self._slot_of or sender == self._store
         if self.phase is Phase.ABORTING:
             has_part = sender in self._aborted
-        if message.epoch != self.epoch or not has_part:
+        if message.kind == HUNG:
+            self._last_fault = None  # This explains it.
+        if message.epoch != self.epoch or not (has_part or message.kind == HUNG):
             return []  # It answers what is announced, or will be, with its new trainer.
         if not self._has_trained and self.phase is Phase.REGROUPING:
             return self._halt(self._lost_too_early(message.reason), EXIT_FAILED)
@@ -418,13 +428,14 @@ class Leader:
             if before == node:
                 return self._lose([node], f"{message.reason} again in the same iteration")
             if before is not None:
+                what = "hung" if message.kind == HUNG else f"ended with {message.kind}"
                 return self._halt(
-                    f"the trainer of slot {slot} ended with {message.kind} in the iteration after "
+                    f"the trainer of slot {slot} {what} in the iteration after "
                     f"{self.committed} on node {before}, twice, and again on node {node}",
                     EXIT_FAILED,
                 )
             self._crashes[place] = node
-        return self._announce()
+        return self._announce() if has_part else []
 
     def _waiting_for(self) -> list[MemberId]:
         """Members that the phase cannot end without and that have not answered."""
@@ -670,7 +681,7 @@ class Leader:
         if message.epoch != self.epoch or sender not in self._slot_of:
             return []
         self._ready.add(sender)
-        return [Observe(sender=sender, message=message), *self._resume_when_ready()]
+        return [self._observe(sender, message), *self._resume_when_ready()]
 
     def _resume_when_ready(self) -> list[Action | StepDown]:
         assert self._accepts is not None and self._roster is not None
@@ -752,7 +763,7 @@ class Leader:
         if len(self._stepped) == self._grid.world_size:
             self.nodes_lost.clear()
             self._respawned.clear()
-        return [Observe(sender=sender, message=message)]
+        return [self._observe(sender, message)]
 
     def _drain(self, sender: MemberId, message: m.DrainWanted) -> list[Action | StepDown]:
         self._drains = True
@@ -762,6 +773,9 @@ class Leader:
         if not self._drains:
             return []
         return [ToFollowers(members=tuple(self._slot_of), message=m.Drain())]
+
+    def _observe(self, sender: MemberId, message: m.Upstream) -> Observe:
+        return Observe(node=self.members[sender].node, message=message)
 
     # The end
 
@@ -790,7 +804,7 @@ class Leader:
             self._suspicion = SuspectCorruption(
                 node=self.members[sender].node, iteration=message.iteration, reason=message.reason
             )
-        return self._announce()
+        return [self._observe(sender, message), *self._announce()]
 
     def _failed(self, sender: MemberId, message: m.Failed) -> list[Action | StepDown]:
         return self._halt(f"node {self.members[sender].node}: {message.reason}", message.exit_code)

@@ -179,6 +179,13 @@ class Bounds:
 NON_FINITE = "non-finite"
 """Kind of fault: a loss or gradient that is NaN or infinite."""
 
+STALLED = "stalled"
+"""Kind of fault: a trainer makes no progress; perhaps it waits for another."""
+
+HUNG = "hung"
+"""Kind of crash: a trainer that did not leave what it was in when an epoch was announced to it, and
+was killed for that."""
+
 EXIT_FAILED = 1
 EXIT_SPARES_EXHAUSTED = 3
 EXIT_NO_CONSISTENT_STATE = 4

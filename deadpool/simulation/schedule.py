@@ -14,6 +14,7 @@ from deadpool.protocol.invariants import Violated, require
 from deadpool.protocol.types import Bounds, MemberId, Node
 from deadpool.simulation.world import (
     ENDED,
+    IN_LOOP,
     NO_MISTAKES,
     Mistakes,
     World,
@@ -27,7 +28,7 @@ LONGEST = 600.0
 
 KINDS = (
     "crash", "kill guardian", "kill trainer", "stop", "partition", "reset", "suspect", "late node",
-    "repeat",
+    "repeat", "hang trainer",
 )  # fmt: skip
 
 
@@ -388,6 +389,22 @@ class Schedule:
         if victim not in self.world.processes:
             self._may_return(node)
 
+    def _hang_trainer(self, victim: MemberId) -> None:
+        """Its guardian notices after a while, and so do those of others that wait for it."""
+        self.world.hang(victim)
+        for member in self.world.processes:
+            self._at(self._chooser.uniform(5.0, 7.0), "stalled", member)
+
+    def _stalled(self, number: int) -> None:
+        member = MemberId(number)
+        process = self.world.processes.get(member)
+        if process is None:
+            return
+        if member not in self._stopped and process.state in IN_LOOP:
+            self.world.trainer_stalls(member)
+        if member in self.world.processes and process.is_hung:
+            self._at(self._chooser.uniform(2.0, 4.0), "stalled", member)
+
     def _stop(self, victim: MemberId) -> None:
         self._stopped.add(victim)
         if victim in self.world.processes:
@@ -456,6 +473,7 @@ _EVENTS: dict[str, Callable[[Schedule, int], None]] = {
     "fault": Schedule._fault,
     "return": Schedule._return,
     "continue": Schedule._continue,
+    "stalled": Schedule._stalled,
 }
 
 _FAULTS: dict[str, Callable[[Schedule, MemberId], None]] = {
@@ -468,6 +486,7 @@ _FAULTS: dict[str, Callable[[Schedule, MemberId], None]] = {
     "suspect": Schedule._suspect,
     "late node": Schedule._late_node,
     "repeat": Schedule._repeat,
+    "hang trainer": Schedule._hang_trainer,
 }
 
 

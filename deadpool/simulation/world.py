@@ -99,9 +99,9 @@ class Process:
     """A guardian's process and its trainer."""
 
     __slots__ = (
-        "announced", "asks", "buffers", "committed", "completed", "core", "epoch", "is_stopped",
-        "live", "out", "owner", "plan", "probes", "puts", "resumed", "seeks_contact", "slot",
-        "state",
+        "announced", "asks", "buffers", "committed", "completed", "core", "epoch", "is_hung",
+        "is_stopped", "live", "out", "owner", "plan", "probes", "puts", "resumed", "seeks_contact",
+        "slot", "stalled_in", "state",
     )  # fmt: skip
 
     def __init__(self, core: Guardian, num_buffers: int, owner: object) -> None:
@@ -117,6 +117,9 @@ class Process:
         self.puts: tuple[PutInTurn, ...] = ()
         # The trainer
         self.state = STANDBY
+        self.is_hung = False
+        self.stalled_in = (-1, -1)
+        """What its guardian had promised and answered when it last said that it stalls."""
         self.announced = Epoch(0)
         self.epoch = Epoch(0)
         self.plan: Plan | None = None
@@ -141,7 +144,7 @@ class Process:
             key_of_core(self.core), self.out is None, self.seeks_contact, self.probes,
             self.is_stopped, key_of(self.puts), self.state, self.announced, self.epoch,
             key_of(self.plan), self.slot, self.resumed, self.committed, self.completed, self.live,
-            self.buffers,
+            self.buffers, self.is_hung, self.stalled_in,
         )  # fmt: skip
 
     def own(self) -> frozenset[Iteration]:
@@ -204,6 +207,7 @@ class World:
         self.fenced_nodes: frozenset[Node] = frozenset()
         self.transfers: tuple[Transfer, ...] = ()
         self.losses_left = self.resets_left = self.suspicions_left = self.crashes_left = 0
+        self.hangs_left = 0
         self.errors_left = self.regroup_failures_left = self.copies_left = self.late_left = 0
         self.late: tuple[Late, ...] = ()
         self.late_kinds: type | tuple[type, ...] = object
@@ -251,8 +255,8 @@ class World:
             self.history.key(), frozenset(self._accepted.items()),
             frozenset(self._promised.items()), self.transfers,
             self.losses_left, self.resets_left, self.suspicions_left, self.crashes_left,
-            self.errors_left, self.regroup_failures_left, self.copies_left, self.late_left,
-            key_of(self.late),
+            self.hangs_left, self.errors_left, self.regroup_failures_left, self.copies_left,
+            self.late_left, key_of(self.late),
         )  # fmt: skip
 
     def _mine(self, member: MemberId) -> Process:
@@ -629,6 +633,10 @@ class World:
     def trainer_moves(self, member: MemberId) -> Iterator[str]:
         p = self.processes[member]
         state = p.state
+        if p.is_hung:
+            if p.stalled_in != (p.core.promised, p.core._has_answered):
+                yield "stalls"
+            return
         if state is CAPTURES:
             yield "seals"
         if state is GONE:
@@ -657,6 +665,8 @@ class World:
             yield "steps"
         if self.errors_left and state in (COMPUTES, REDUCED):
             yield "falters"
+        if self.hangs_left and state in IN_LOOP:
+            yield "hangs"
 
     def _peers_are(self, p: Process, states: frozenset[str], completed: int = -2) -> bool:
         assert p.plan is not None
@@ -756,6 +766,27 @@ class World:
         faltered = m.Faltered(epoch=p.epoch, iteration=iteration, kind="error", reason="an error")
         self.handle(member, e.TrainerSaid(message=faltered))
 
+    def _hangs(self, member: MemberId, p: Process) -> None:
+        self.hangs_left -= 1
+        p.is_hung = True
+
+    def _stalls(self, member: MemberId, p: Process) -> None:
+        """Its guardian has waited long enough."""
+        p.stalled_in = (p.core.promised, p.core._has_answered)
+        self.trainer_stalls(member)
+
+    def hang(self, member: MemberId) -> None:
+        """Where it is in the training loop; a leader's bound covers the rest."""
+        p = self._mine(member)
+        p.is_hung = p.state in IN_LOOP
+
+    def trainer_stalls(self, member: MemberId) -> None:
+        iteration = Iteration(self.processes[member].completed + 1)
+        self.handle(member, e.TrainerStalled(iteration=iteration, reason="no progress"))
+
+    def _kill_trainer(self, member: MemberId, action: e.KillTrainer) -> None:
+        self.trainer_dies(member)
+
     def _resumes(self, member: MemberId, p: Process) -> None:
         if p.completed < self.last:
             p.state = COMPUTES
@@ -799,6 +830,7 @@ class World:
         """It knows nothing; the guardian's memory, and what it holds, stays."""
         p = self.processes[member]
         p.state, p.plan, p.slot = STANDBY, None, Slot(0)
+        p.is_hung, p.stalled_in = False, (-1, -1)
         p.announced = p.epoch = p.resumed = Epoch(0)
         p.committed, p.completed, p.live = (0, -1), Iteration(-1), None
 
@@ -934,6 +966,7 @@ _ACTIONS: dict[type, Callable[[World, MemberId, Any], None]] = {
     e.FindContact: World._find_contact,
     e.Probe: World._probe,
     e.SpawnTrainer: World._spawn_trainer,
+    e.KillTrainer: World._kill_trainer,
     e.DrainTrainer: World._nothing,
     e.AbortTrainer: World._abort_trainer,
     e.CancelTransfers: World._cancel,
@@ -956,6 +989,8 @@ _TRAINER: dict[str, Callable[[World, MemberId, Process], None]] = {
     "fails to regroup": World._fails_to_regroup,
     "finds damage": World._finds_damage,
     "falters": World._falters,
+    "hangs": World._hangs,
+    "stalls": World._stalls,
     "resumes": World._resumes,
     "reduces": World._reduces,
     "steps": World._steps,

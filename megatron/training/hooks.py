@@ -26,7 +26,7 @@ class Phase(enum.Enum):
     OPTIMIZER = "optimizer"
     """Just before `optimizer.step()`; gradients are reduced."""
     EVALUATE = "evaluate"
-    """Evaluation after an iteration."""
+    """Evaluation after an iteration (at its start, then once per microbatch)."""
     SAVE = "save"
     """Writing a persistent checkpoint."""
 

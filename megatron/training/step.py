@@ -34,7 +34,7 @@ class StepResult:
 class ForwardStep:
     """megatron-core's forward step function, announcing each microbatch's phases.
 
-    `announcing` is off during evaluation, whose phase is announced once.
+    `announcing` is off during evaluation, which has one phase.
     """
 
     def __init__(self, args: Namespace, hooks: TrainingHooks) -> None:
@@ -52,10 +52,11 @@ class ForwardStep:
         microbatch = self._counts.get(id(gpt), 0)
         self._counts[id(gpt)] = microbatch + 1
         first, last = gpt.pre_process, gpt.post_process
-        if first or last:
-            self._announce(Phase.DATA, microbatch)
+        if (first or last) and self.announcing:
+            self._hooks.on_phase(Phase.DATA, microbatch)
         batch = get_batch(self._args, data_iterator, first=first, last=last)
-        self._announce(Phase.FORWARD, microbatch)
+        phase = Phase.FORWARD if self.announcing else Phase.EVALUATE
+        self._hooks.on_phase(phase, microbatch)
         output = chunk(
             batch.tokens,
             batch.position_ids,
@@ -66,10 +67,6 @@ class ForwardStep:
         if output.requires_grad and self.announcing:
             output.register_hook(lambda gradient: self._hooks.on_phase(Phase.BACKWARD, microbatch))
         return output, partial(self._loss, batch.loss_mask)
-
-    def _announce(self, phase: Phase, microbatch: int) -> None:
-        if self.announcing:
-            self._hooks.on_phase(phase, microbatch)
 
     def _loss(
         self, loss_mask: torch.Tensor, output: torch.Tensor

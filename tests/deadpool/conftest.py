@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.deadpool.job_process import REPOSITORY, TRAINING_FLAGS, Job, reap_job
+from tests.deadpool.job_process import CRASHING_FLAGS, REPOSITORY, TRAINING_FLAGS, Job, reap_job
 
 RunJob = Callable[..., Job]
 
@@ -96,3 +98,22 @@ def peace(run_job: RunJob) -> Callable[..., Job]:
         return jobs[key]
 
     return get
+
+
+@pytest.fixture
+def run_crashing(run_job: RunJob, tmp_path: Path) -> RunJob:
+    """`run_crashing([{slot, iteration, phase, signal, times}, ...], *more flags)`: a job of
+    pipeline and data parallel size 2, whose trainers end or stop where they are told to."""
+
+    def run(
+        crashes: list[dict[str, Any]], *more: str, nodes: int = 3, spares: int = 1, **settings: Any
+    ) -> Job:
+        log_dir = tmp_path / "log"
+        log_dir.mkdir()
+        (log_dir / "crashes.json").write_text(json.dumps(crashes))
+        nodes_flags = ["--nodes", str(nodes), "--ranks-per-node", "2", "--spare-nodes", str(spares)]
+        flags = [*CRASHING_FLAGS, *more, "--deadpool-log-dir", str(log_dir)]
+        job = run_job(nodes_flags, flags, script="tests/deadpool/crashing_pretrain.py", **settings)
+        return dataclasses.replace(job, log_dir=log_dir)
+
+    return run

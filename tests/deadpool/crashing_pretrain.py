@@ -1,14 +1,15 @@
-"""pretrain_gpt.py in which trainers end themselves by a signal where the file `crashes.json` in
-the log folder says.
+"""pretrain_gpt.py in which trainers end or stop themselves by a signal, or sleep for ever, where
+the file `crashes.json` in the log folder says.
 
 It is a list of {"slot", "iteration", "phase", "signal", "times"}, times counted over all processes
-by files beside it. Phases: those of the driver's hooks, "capture", which is the middle of a
-capture, and "rejoin", where a recovery begins to enter its epoch.
+by files beside it; signal 0 is the sleep. Phases: those of the driver's hooks, "capture", which is
+the middle of a capture, and "rejoin", where a recovery begins to enter its epoch.
 """
 
 import json
 import os
 import sys
+import time
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
@@ -35,7 +36,10 @@ def train(argv, hooks=None):
                     os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
                 except FileExistsError:
                     continue
-                os.kill(os.getpid(), each["signal"])
+                if each["signal"]:
+                    os.kill(os.getpid(), each["signal"])
+                else:
+                    time.sleep(3600)
 
     on_phase, on_ready, enter_epoch = hooks.on_phase, hooks.on_ready, hooks._enter_epoch
 

@@ -219,7 +219,11 @@ def config_of(seconds: dict[str, float], minutes: float = 1e6) -> DeadpoolConfig
 
 def consistent(interval: float) -> dict[str, float]:
     """Every bound as short as the others allow."""
-    seconds = {"heartbeat-interval": interval, "build-timeout": 12 * interval}
+    seconds = {
+        "heartbeat-interval": interval,
+        "build-timeout": 12 * interval,
+        "abort-timeout": 6 * interval,
+    }
     for relation in RELATIONS:
         least = sum(factor * seconds[name] for factor, name in relation.terms)
         seconds[relation.flag] = max(least, seconds.get(relation.flag, 0.0))

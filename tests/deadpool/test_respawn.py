@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 
 import pytest
 
-from tests.deadpool.test_job import PIPELINE, inject, launch, node_processes, wait_for_iteration
-
-CRASHING = "tests/deadpool/crashing_pretrain.py"
-FLAGS = [*PIPELINE, "--train-iters", "7"]
+from tests.deadpool.job_process import CRASHING_FLAGS as FLAGS
+from tests.deadpool.test_job import inject, launch, node_processes, wait_for_iteration
 
 
 def crash(slot, iteration, phase, number=signal.SIGKILL, times=1):
@@ -24,23 +21,6 @@ def events(job) -> list[tuple[str, list[int], list[int]]]:
         (r["event"], r["respawned"] or r["nodes_lost"], r["spares_used"])
         for r in job.records("events.jsonl")
     ]
-
-
-@pytest.fixture
-def run_crashing(run_job, tmp_path):
-    """`run_crashing([crash(...), ...], *more flags)`."""
-
-    def run(crashes, *more, nodes=3, spares=1, **settings):
-        log_dir = tmp_path / "log"
-        log_dir.mkdir()
-        (log_dir / "crashes.json").write_text(json.dumps(crashes))
-        flags = [*FLAGS, *more, "--deadpool-log-dir", str(log_dir)]
-        job = run_job(launch(nodes, spares), flags, script=CRASHING, **settings)
-        return type(job)(
-            exit_code=job.exit_code, output=job.output, left_over=job.left_over, log_dir=log_dir
-        )
-
-    return run
 
 
 def check_same(job, unfailed) -> None:

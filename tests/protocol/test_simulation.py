@@ -32,6 +32,7 @@ REGRESSIONS = {
     505133: "the check itself: a leader heard late that all were ready, who had gone on by then",
     12548: "two leaders without a majority followed each other in turn, for ever",
     202727: "a leader that was stopped came back, lost two nodes, and ended without a spare",
+    904474: "who still followed a leader that others had lost was lost to the next one by silence",
 }
 """What each found when it broke. The model has changed since, and with it what a seed means: they
 are kept as samples that must hold, and need not meet the same mistake again."""
