@@ -266,6 +266,14 @@ class ReplicaShelf:
             raise KeyError((slot, buffer))
         return manifest
 
+    def find(self, slot: Slot, iteration: Iteration) -> tuple[Manifest, memoryview] | None:
+        """Of the whole replica of `iteration`, [num_bytes] uint8."""
+        for (each, _), replica in self._replicas.items():
+            manifest = replica.manifest
+            if each == slot and manifest is not None and manifest.iteration == iteration:
+                return manifest, replica.view
+        return None
+
     def drop(self, slot: Slot, buffer: int) -> None:
         """The buffer's next bytes go to fresh memory: something may still write to this."""
         replica = self._replicas.pop((slot, buffer), None)

@@ -40,6 +40,9 @@ class ConfigError(Exception):
 class DeadpoolConfig:
     """What the `--deadpool...` flags say."""
 
+    save: str | None
+    """Megatron's --save: also where snapshots are kept when the job ends for want of a node."""
+    load: str | None
     log_dir: str | None
     """Folder of the JSON lines: losses.jsonl, events.jsonl, final.jsonl."""
     inject: tuple[Injection | Flip, ...]
@@ -68,6 +71,9 @@ class DeadpoolConfig:
     """Of each slot's snapshots, each on another node."""
     snapshot_interval: int | None
     """Iterations between two snapshots; None: chosen as training goes."""
+    waits_exhausted: bool
+    """Where no spare node is left, wait for one to join, up to `exhausted_timeout_s`."""
+    exhausted_timeout_s: float
     max_respawns: int
     """Trainers that a guardian starts in the place of dead ones within `respawn_window_s`."""
     respawn_window_s: float
@@ -110,6 +116,7 @@ class DeadpoolConfig:
             start=ticks(self.start_timeout_s),
             recovery=ticks(self.recovery_timeout_s),
             leave=ticks(_LEAVE_TIMEOUT_S),
+            lack=ticks(self.exhausted_timeout_s) if self.waits_exhausted else 0,
         )
 
 
@@ -124,6 +131,7 @@ _SECONDS = {
     "heartbeat-interval": (1.0, "time between two heartbeats of a guardian"),
     "heartbeat-timeout": (5.0, "without a heartbeat for so long, a node or a leader is lost"),
     "minority-timeout": (60.0, "how long guardians without a majority seek one, then end"),
+    "exhausted-timeout": (3600.0, "how long --deadpool-on-exhausted wait waits for a node"),
     "respawn-window": (3600.0, "time in which --deadpool-max-respawns is counted"),
 }
 """Flag to default and help."""
@@ -235,6 +243,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--deadpool-respawn-window; then the node counts as lost (default: %(default)s)",
     )
     group.add_argument(
+        "--deadpool-on-exhausted",
+        choices=("exit", "wait"),
+        default="exit",
+        help="a node is lost and no spare node is left: keep the state in memory under --save and "
+        "end with exit code 3; or first wait for a node to join (default: %(default)s)",
+    )
+    group.add_argument(
         "--deadpool-snapshot-interval",
         default="1",
         metavar="N|auto",
@@ -280,6 +295,8 @@ def _light_parser() -> argparse.ArgumentParser:
     parser.add_argument("--context-parallel-size", type=int, default=1)
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
     parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
+    parser.add_argument("--save")
+    parser.add_argument("--load")
     parser.add_argument("--distributed-timeout-minutes", type=float, default=10.0)
     parser.add_argument("--exit-signal-handler", action="store_true")
     parser.add_argument("--exit-signal", default=signal.SIGTERM.name)
@@ -344,7 +361,10 @@ def config_from_args(args: argparse.Namespace) -> DeadpoolConfig:
     except ValueError as error:
         raise ConfigError(f"--deadpool-inject {error}") from error
     return DeadpoolConfig(
+        save=args.save,
+        load=args.load,
         log_dir=args.deadpool_log_dir,
+        waits_exhausted=args.deadpool_on_exhausted == "wait",
         inject=inject,
         replicas=args.deadpool_replicas,
         max_respawns=args.deadpool_max_respawns,

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from deadpool import job_file
+from deadpool import emergency, job_file
 from deadpool import messages as m
 from deadpool.arena import Arena, ReplicaShelf
 from deadpool.config import DeadpoolConfig, RankEnvironment, format_address
@@ -53,6 +53,9 @@ logger = logging.getLogger(__name__)
 
 _LEAVE_TIMEOUT_S = 60.0
 """How long a trainer may take to end after a completed job; after a failed one it is killed."""
+
+_KEEP_TIMEOUT_S = 590.0
+"""For writing snapshots to disk at the end of a job that lacks a node."""
 
 _CONTACT_RETRY_S = 0.1
 
@@ -124,6 +127,7 @@ class GuardianProcess:
         self._clock = SnapshotClock()
         self._leads_from: MemberId | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._keeping: asyncio.Task[str] | None = None
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -211,11 +215,13 @@ class GuardianProcess:
                 self._write_job_file((me,))
             self._feed(e.Started(forms_job=self._environment.forms_job))
             end = await self._exit
+            kept = await self._finish_keeping()
         finally:
             await peers.close()
             shelf.close()
-        if end.reason:
-            self._say(end.reason)
+        for words in (end.reason, kept):
+            if words:
+                self._say(words)
         await self._stop_trainer(_LEAVE_TIMEOUT_S if end.exit_code == 0 else 1.0)
         return end.exit_code
 
@@ -299,6 +305,43 @@ class GuardianProcess:
         )
         self._feed(event)
 
+    async def _keep(self, action: e.KeepSnapshots) -> str:
+        """Where it is, for who leads to say; own failures are said here."""
+        save, iteration = self._config.save, action.iteration
+        if save is None:
+            return f"without --save, iteration {iteration}, which memory holds, is not kept"
+        assert self._core is not None
+        for slot in action.slots:
+            try:
+                if slot == self._core.slot:
+                    manifest = await self._transfers.manifest(slot, iteration)
+                    buffer = self._arena.find(iteration)
+                    found = (manifest, self._arena.payload(buffer)) if buffer is not None else None
+                else:
+                    found = self._shelf.find(slot, iteration)
+                if found is None or found[0] is None:
+                    self._say_of_node(f"iteration {iteration} of slot {slot} is damaged: not kept")
+                    continue
+                await emergency.write(save, found[0], found[1], self._settings.grid.world_size)
+            except OSError as error:
+                self._say_of_node(f"iteration {iteration} of slot {slot} was not kept: {error}")
+        where = emergency.folder_of(save, iteration)
+        return (
+            f"iteration {iteration} is kept in {where}; the same command with --load {save} "
+            "goes on from there"
+        )
+
+    async def _finish_keeping(self) -> str:
+        """Before this guardian's memory goes."""
+        keeping = self._keeping
+        if keeping is None:
+            return ""
+        await asyncio.wait([keeping], timeout=_KEEP_TIMEOUT_S)
+        if not keeping.done():
+            self._say_of_node(f"snapshots were not written within {_KEEP_TIMEOUT_S:g} s")
+            return ""
+        return keeping.result() if self._leads_from is not None else ""
+
     def _say_of_node(self, words: str) -> None:
         """To a person, whoever leads."""
         environment = self._environment
@@ -352,6 +395,10 @@ class GuardianProcess:
                 self._signal_trainer(signal.SIGKILL)
             case e.DrainTrainer():
                 self._signal_trainer(signal.SIGTERM)
+            case e.KeepSnapshots():
+                self._keeping = self._start(self._keep(action))
+            case e.Lacks():
+                self._report.lack(action)
             case e.StopTrainer():
                 end = action.end
                 self._tell_trainer(m.TrainerEnd(exit_code=end.exit_code, reason=end.reason))

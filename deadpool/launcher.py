@@ -33,12 +33,13 @@ from deadpool.protocol.types import (
     EXIT_GUARDIAN_FAILED,
     EXIT_MINORITY,
     EXIT_NO_JOB,
+    EXIT_SPARES_EXHAUSTED,
 )
 from deadpool.terminal import say
 
 _HOST = "127.0.0.1"
-_LEAVE_AFTER_SUCCESS_S = 60.0
-"""For the other nodes, once one has ended with 0: their trainers may still write."""
+_LEAVE_AFTER_S = {0: 60.0, EXIT_SPARES_EXHAUSTED: 600.0}
+"""For the other nodes, once one has ended so: their trainers, or guardians, may still write."""
 _LEAVE_AFTER_FAILURE_S = 10.0
 _LEAVE_AFTER_SIGNAL_S = 10.0
 _RESTART_PAUSE_S = 0.1
@@ -304,8 +305,7 @@ class _Nodes:
     def _node_ended(self, end: NodeEnd) -> None:
         if end.ends_job and not any(earlier.ends_job for earlier in self._ends):
             self._is_over = True
-            succeeded = end.code == 0
-            leave_s = _LEAVE_AFTER_SUCCESS_S if succeeded else _LEAVE_AFTER_FAILURE_S
+            leave_s = _LEAVE_AFTER_S.get(end.code, _LEAVE_AFTER_FAILURE_S)
             self._loop.call_later(leave_s, self._kill_all)
         self._ends.append(end)
         has_others = len(self._pids) > 1

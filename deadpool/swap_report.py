@@ -193,6 +193,13 @@ class SwapReporter:
             record = {"event": "suspected-corruption", **dataclasses.asdict(action)}
             append_json_line(os.path.join(self._log_dir, "events.jsonl"), record)
 
+    def lack(self, action: e.Lacks) -> None:
+        lost = ", ".join(map(str, action.nodes_lost))
+        say(
+            f"[deadpool] node {lost} was lost and no complete spare node is left; waiting for one: "
+            "python -m deadpool join",
+        )
+
     def _injected_kill(self, nodes_lost: Sequence[Node]) -> float | None:
         """When the last injected fault struck, by the clock that all processes of one machine
         share; None for a fault of another origin."""

@@ -156,6 +156,11 @@ class Transfers:
                     self._drop(held, buffer, "its header names nothing any more")
         return self._arena.iterations() | ({live} if live is not None else frozenset())
 
+    async def manifest(self, slot: Slot, iteration: Iteration) -> Manifest | None:
+        """Of the own snapshot, read once more; None where it is not here, or damaged."""
+        flaw = await self._find_flaw(slot, iteration)
+        return None if flaw else self._manifests.get(iteration)
+
     async def _finish_check(self, slot: Slot, iteration: Iteration) -> str:
         """The one begun with the plan; a new one for what the trainer took anew."""
         check = self._check or self._start(self._find_flaw(slot, iteration))

@@ -13,8 +13,8 @@ import torch
 from megatron.core import parallel_state as megatron_parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
+from deadpool import emergency, parallel_state
 from deadpool import messages as m
-from deadpool import parallel_state
 from deadpool.arena import Arena
 from deadpool.config import DeadpoolConfig, RankEnvironment
 from deadpool.errors import describe, is_of_communication, kind_of
@@ -140,6 +140,7 @@ class DeadpoolHooks:
             self._rejoin(trainer)
             trainer.rebuild_data_iterators()
             return
+        self._load_emergency(trainer)
         self._live = self._completed = Iteration(trainer.state.iteration)
         self._snapshots.capture_tensors(self._live)
         self._seal(trainer)
@@ -353,11 +354,7 @@ class DeadpoolHooks:
         regrouped = time.monotonic()
         trainer.discard_partial_iteration()
         here, buffer = self._load(restore)
-        metadata = self._snapshots.load_rest(buffer)
-        trainer.state = TrainState.from_dict(metadata["state"])
-        trainer.scheduler.num_steps = 0  # load_state_dict adds to it (megatron-core 0.16.1).
-        trainer.scheduler.load_state_dict(metadata["scheduler"])
-        rebuild_parameters(trainer.model, trainer.optimizer)
+        metadata = self._load_rest(trainer, buffer)
         restored = time.monotonic()
         verify_parameters(trainer.model)
         verified = time.monotonic()
@@ -376,6 +373,45 @@ class DeadpoolHooks:
         self._send_ready(seconds, num_bytes=here.num_bytes, iterations_rerun=rerun)
         self._link.wait_resume()
         self._resumed_at = time.monotonic()
+
+    def _load_rest(self, trainer: Any, buffer: int) -> dict[str, Any]:
+        """All but the tensors, which are in place; parameters are rebuilt of those."""
+        assert self._snapshots is not None
+        metadata = self._snapshots.load_rest(buffer)
+        trainer.state = TrainState.from_dict(metadata["state"])
+        trainer.scheduler.num_steps = 0  # load_state_dict adds to it (megatron-core 0.16.1).
+        trainer.scheduler.load_state_dict(metadata["scheduler"])
+        rebuild_parameters(trainer.model, trainer.optimizer)
+        return metadata
+
+    def _load_emergency(self, trainer: Any) -> None:
+        """Where an earlier job kept a newer iteration than the checkpoint has, go on from that. A
+        collective of all slots. Ends the job where it cannot be read."""
+        directory, slot = self._config.load, parallel_state.get_slot()
+        if directory is None:
+            return
+        found = emergency.newest(directory, self._environment.world_size)
+        device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+        agreed = torch.tensor([-1 if found is None else found], device=device)
+        torch.distributed.all_reduce(agreed, op=torch.distributed.ReduceOp.MIN)
+        iteration = Iteration(int(agreed.item()))
+        if iteration <= trainer.state.iteration:
+            return
+        assert self._snapshots is not None
+        try:
+            emergency.read(directory, iteration, slot, self._arena.payload(0))
+            self._snapshots.load_tensors(0)
+            self._load_rest(trainer, 0)
+        except (OSError, emergency.Unreadable, SnapshotDamaged) as error:
+            folder = emergency.folder_of(directory, iteration)
+            self._fail(
+                f"{error}; remove {folder} to go on from the checkpoint", EXIT_NO_CONSISTENT_STATE
+            )
+            raise
+        trainer.state.start_iteration = iteration
+        trainer.rebuild_data_iterators()
+        if slot == 0:
+            say(f"[deadpool] going on from iteration {iteration}, which an earlier job kept")
 
     def _live_snapshot(self) -> Iteration | None:
         """What a snapshot can be taken of, were all copies in memory damaged."""

@@ -338,6 +338,22 @@ class AnswerPull:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KeepSnapshots:
+    """Write the snapshots of `iteration` that are here, of these slots, where they outlive the job.
+    It is over before this guardian ends."""
+
+    iteration: Iteration
+    slots: tuple[Slot, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Lacks:
+    """For a person: `nodes_lost` cannot be replaced until a node joins, for which the job waits."""
+
+    nodes_lost: tuple[Node, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StopTrainer:
     """The job has ended so. The trainer ends by itself after exit code 0, at once otherwise."""
 
@@ -396,6 +412,6 @@ class RosterInstalled:
 Action = (
     ToFollowers | ToLeader | HangUp | FindContact | Probe | SpawnTrainer | KillTrainer
     | DrainTrainer | AbortTrainer | CancelTransfers | AdoptPlan | ResumeTrainer | TellCommitted
-    | Put | AnswerOffer | AnswerPull
-    | StopTrainer | Exit | EnterPhase | Observe | SuspectCorruption | RosterInstalled
+    | Put | AnswerOffer | AnswerPull | KeepSnapshots | Lacks | StopTrainer | Exit | EnterPhase
+    | Observe | SuspectCorruption | RosterInstalled
 )  # fmt: skip

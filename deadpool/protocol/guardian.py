@@ -304,7 +304,11 @@ class Guardian:
         self._age += 1
         self._respawns = [left - 1 for left in self._respawns if left > 1]
         self._forget_supporters()
-        leads_nobody = self.leader and self.leader.phase in (Phase.ABORTING, Phase.ENDING)
+        leads_nobody = (
+            self.leader is not None
+            and self.leader.phase in (Phase.ABORTING, Phase.ENDING)
+            and not self.leader.is_lacking
+        )
         if self.standing is not Standing.FOLLOWING or leads_nobody:
             self._waited += 1
         elif not self._rosters or self._rosters[-1].id.epoch == self.promised:
@@ -534,10 +538,19 @@ class Guardian:
         self.standing, self._age = Standing.FOLLOWING, 0
         stop: list[Action | StepDown] = []
         if self.end is None:
+            stop += self._keep(message.end)
             stop.append(e.StopTrainer(end=message.end))
         if self.end is None or message.end.epoch > self.end.epoch:
             self.end = message.end
         return [*stop, *self._tell(m.EndNoted())]
+
+    def _keep(self, end: End) -> list[Action | StepDown]:
+        if end.keep is None:
+            return []
+        own = [self.slot] if self.slot is not None and self.slot not in end.orphans else []
+        held = {slot for slot, iteration in self.shelf.holdings() if iteration == end.keep}
+        slots = [*own, *(slot for slot in end.orphans if slot in held)]
+        return [e.KeepSnapshots(iteration=end.keep, slots=tuple(slots))] if slots else []
 
     def _may_note(self) -> bool:
         return self._promised_to in (None, self.upstream)

@@ -17,6 +17,7 @@ from deadpool.protocol.events import (
     EnterPhase,
     Exit,
     HangUp,
+    Lacks,
     Observe,
     Probe,
     RosterInstalled,
@@ -24,7 +25,12 @@ from deadpool.protocol.events import (
     SuspectCorruption,
     ToFollowers,
 )
-from deadpool.protocol.placement import Grid, assign_slots, choose_restore_point
+from deadpool.protocol.placement import (
+    Grid,
+    assign_slots,
+    choose_restore_point,
+    newest_kept,
+)
 from deadpool.protocol.rosters import difference, in_order, whole
 from deadpool.protocol.types import (
     EXIT_DEADLINE,
@@ -142,6 +148,8 @@ class Leader:
         """Nodes whose trainers were started anew since the job last trained, and why."""
         self._crashes: dict[tuple[Iteration | None, str, Slot], Node] = {}
         """The node on which a slot's program first crashed, by last commit and signal."""
+        self._lacking_since: int | None = None
+        """When it first had no node for every slot."""
         self._suspicion: SuspectCorruption | None = None
         """What it will be unless the fault comes again."""
         self._noted: set[MemberId] = set()
@@ -272,16 +280,20 @@ class Leader:
         if silent:
             nodes = [self.members[member].node for member in silent]
             return actions + self._lose(nodes, "no heartbeat")
+        since = self._lacking_since
+        if since is not None and self._now - since > bounds.lack:
+            return actions + self._exhausted("no node joined in time to replace it")
         if self.phase is Phase.ABORTING:
             actions += [
                 Probe(member=member)
                 for member in self.members.values()
                 if member.member not in self._connected and member.member != self._me.member
             ]
-            if in_phase > bounds.silence and not self._waiting_for():
+            if in_phase > bounds.silence and not self._waiting_for() and not self.is_lacking:
                 return [*actions, StepDown()]  # All have answered and are no majority.
         bound = bounds.recovery if self.committed is not None else bounds.start
-        if self.phase in (Phase.ABORTING, Phase.REGROUPING) and in_phase > bound:
+        is_waiting = self.phase in (Phase.ABORTING, Phase.REGROUPING)
+        if is_waiting and in_phase > bound and (self._waiting_for() or not self.is_lacking):
             return actions + self._too_late()
         return actions
 
@@ -584,12 +596,8 @@ class Leader:
         self.committed = max(commits, default=None)
         slots = self._assign()
         if slots is None:
-            lost = ", ".join(map(str, self.nodes_lost))
-            return self._halt(
-                f"node {lost} was lost and no complete spare node is left; start the job again "
-                "with more --spare-nodes",
-                EXIT_SPARES_EXHAUSTED,
-            )
+            return self._lack()
+        self._lacking_since = None
         if self._store not in slots:
             return self._announce(likely=slots)  # Nodes came that go first.
         restore: Iteration | None = None
@@ -631,6 +639,38 @@ class Leader:
             self._enter(Phase.REGROUPING, spares_used=tuple(sorted(spares)), restore=restore),
             *self._propose(roster, base, restart),
         ]
+
+    def _lack(self) -> list[Action | StepDown]:
+        """Everybody stands still. A node that joins is asked like the others; and then, or when
+        another is lost, comes the next try."""
+        if self._settings.bounds.lack:
+            is_news = self._lacking_since is None
+            self._lacking_since = self._now if self._lacking_since is None else self._lacking_since
+            return [Lacks(nodes_lost=tuple(self.nodes_lost))] if is_news else []
+        return self._exhausted("no complete spare node is left")
+
+    def _exhausted(self, why: str) -> list[Action | StepDown]:
+        """What memory holds is kept on disk: nothing that was committed is lost."""
+        acks = {x: ack for x, ack in self._aborted.items() if x in self.members}
+        kept = newest_kept(
+            self._grid.world_size,
+            {x: ack.holdings for x, ack in acks.items()},
+            {x: ack.slot for x, ack in acks.items() if ack.slot is not None},
+        )
+        lost = ", ".join(map(str, self.nodes_lost))
+        end = End(
+            epoch=self.epoch,
+            exit_code=EXIT_SPARES_EXHAUSTED,
+            reason=f"node {lost} was lost and {why}; start the job again with more --spare-nodes",
+            keep=kept[0] if kept is not None else None,
+            orphans=kept[1] if kept is not None else (),
+        )
+        return self._finish(end)
+
+    @property
+    def is_lacking(self) -> bool:
+        """All stand still for want of a node."""
+        return self._lacking_since is not None
 
     def _nothing_to_restore(self) -> list[Action | StepDown]:
         if self.committed is None and any(ack.slot is not None for ack in self._aborted.values()):

@@ -149,3 +149,20 @@ def choose_restore_point(
         else:
             return iteration, sources
     return None
+
+
+def newest_kept(
+    world_size: int, holdings: Mapping[MemberId, Holdings], slot_of: Mapping[MemberId, Slot]
+) -> tuple[Iteration, tuple[Slot, ...]] | None:
+    """The newest iteration that memory holds whole, and the slots of it that only replicas hold.
+
+    slot_of: members that hold own snapshots, and of which slot. None when none is complete.
+    """
+    own = {(slot_of[x], i) for x, h in holdings.items() if x in slot_of for i in h.own}
+    kept = {each for h in holdings.values() for each in h.replicas}
+    slots = [Slot(s) for s in range(world_size)]
+    for iteration in sorted({i for _, i in own | kept}, reverse=True):
+        orphans = tuple(s for s in slots if (s, iteration) not in own)
+        if all((s, iteration) in kept for s in orphans):
+            return iteration, orphans
+    return None

@@ -128,6 +128,10 @@ class End:
     """Of the leader that said so."""
     exit_code: int
     reason: str
+    keep: Iteration | None = None
+    """Members write what they hold of this iteration to persistent storage before they leave."""
+    orphans: tuple[Slot, ...] = ()
+    """Slots whose own node is lost: their replicas are written."""
 
 
 class Phase(enum.Enum):
@@ -174,6 +178,8 @@ class Bounds:
     """Each phase of a recovery."""
     leave: int
     """How long the end waits for members to note it."""
+    lack: int = 0
+    """How long a job that lacks a spare node waits for one to join."""
 
 
 NON_FINITE = "non-finite"

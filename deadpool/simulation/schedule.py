@@ -51,6 +51,8 @@ class Scenario:
     """How often a node that was lost comes back under its name."""
     kinds: tuple[str, ...]
     replicas: int = 1
+    lack: int = 0
+    """Ticks that a job without a node for every slot waits for one."""
 
 
 def scenario_of(seed: int, num_nodes: int | None = None) -> Scenario:
@@ -59,6 +61,7 @@ def scenario_of(seed: int, num_nodes: int | None = None) -> Scenario:
     return Scenario(
         seed=seed,
         num_nodes=nodes,
+        lack=random.Random(f"lack {seed}").choice((0, 30)),
         replicas=1 if nodes < 3 else random.Random(f"replicas {seed}").choice((1, 1, 2)),
         ranks_per_node=chooser.choice((1, 1, 1, 2)),
         num_spare_nodes=chooser.choice((0, 1, 1, 2, 2, 3)),
@@ -117,7 +120,7 @@ class Schedule:
             num_spare_nodes=scenario.num_spare_nodes,
             last=scenario.last,
             replicas=scenario.replicas,
-            bounds=BOUNDS,
+            bounds=dataclasses.replace(BOUNDS, lack=scenario.lack),
             mistakes=mistakes,
             agenda=self._becomes_possible,
         )

@@ -470,6 +470,17 @@ class World:
         process.puts += tuple(PutInTurn(action, x.member, None) for x in action.holders)
         self._tell_agenda("put", member)
 
+    def _keep_snapshots(self, member: MemberId, action: e.KeepSnapshots) -> None:
+        """What is written is there."""
+        p = self.processes[member]
+        for slot in action.slots:
+            is_there = (
+                action.iteration in p.own()
+                if slot == p.core.slot
+                else (slot, action.iteration) in p.core.shelf.holdings()
+            )
+            require(is_there, f"3: {member} is to keep {action.iteration} of slot {slot}")
+
     def _stop_trainer(self, member: MemberId, action: e.StopTrainer) -> None:
         process = self.processes[member]
         process.state, process.puts = GONE, ()
@@ -974,6 +985,8 @@ _ACTIONS: dict[type, Callable[[World, MemberId, Any], None]] = {
     e.ResumeTrainer: World._resume_trainer,
     e.TellCommitted: World._tell_committed,
     e.Put: World._put,
+    e.KeepSnapshots: World._keep_snapshots,
+    e.Lacks: World._nothing,
     e.StopTrainer: World._stop_trainer,
     e.Exit: World._exit,
     e.EnterPhase: World._enter_phase,

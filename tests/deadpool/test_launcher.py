@@ -129,7 +129,7 @@ import sys
 from deadpool import forkserver, launcher
 forkserver.PRELOAD = ()
 launcher._LEAVE_AFTER_FAILURE_S = {leave}
-launcher._LEAVE_AFTER_SUCCESS_S = {leave}
+launcher._LEAVE_AFTER_S.clear()
 launcher._LEAVE_AFTER_SIGNAL_S = {signal_leave}
 {more}
 from deadpool.__main__ import main
