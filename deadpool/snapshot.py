@@ -296,6 +296,8 @@ class Snapshotter:
         self._give_up_unsealed()
         if self._capture is not None and not self._capture.is_over.wait(_COPY_TIMEOUT_S):
             raise RuntimeError(f"iteration {self._capture.iteration} is still being copied")
+        if self._capture is not None and self._capture.error is not None:
+            self._capture = None
 
     def capture_seconds(self, iteration: Iteration) -> float:
         """How long the copy of the newest capture took; 0 for another iteration."""

@@ -338,8 +338,9 @@ class DeadpoolHooks:
             except (ParametersDiffer, SnapshotDamaged) as error:
                 self._fail(str(error), EXIT_NO_CONSISTENT_STATE)
                 raise
-            except RuntimeError as error:
-                # A peer was lost while the groups were built or used; if nobody was, try again.
+            except Exception as error:
+                # A peer was lost while the groups were built or used; if nobody was, try again,
+                # as often as the leader allows.
                 if self._link.wait_abort(self._config.error_grace_s) is None:
                     reason = f"{type(error).__name__}: {error}"
                     self._link.send(m.RegroupFailed(epoch=self._link.epoch, reason=reason))

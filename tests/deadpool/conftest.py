@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.deadpool.job_process import CRASHING_FLAGS, REPOSITORY, TRAINING_FLAGS, Job, reap_job
+from tests.deadpool.job_process import FAULTY_FLAGS, REPOSITORY, TRAINING_FLAGS, Job, reap_job
 
 RunJob = Callable[..., Job]
 
@@ -101,19 +101,24 @@ def peace(run_job: RunJob) -> Callable[..., Job]:
 
 
 @pytest.fixture
-def run_crashing(run_job: RunJob, tmp_path: Path) -> RunJob:
-    """`run_crashing([{slot, iteration, phase, signal, times}, ...], *more flags)`: a job of
-    pipeline and data parallel size 2, whose trainers end or stop where they are told to."""
+def run_faulty(run_job: RunJob, tmp_path: Path) -> RunJob:
+    """`run_faulty([{slot, iteration, phase, fault, times}, ...], *more flags)`: a job, of pipeline
+    and data parallel size 2 if no other is given, with these faults: see `faulty_pretrain.py`."""
 
     def run(
-        crashes: list[dict[str, Any]], *more: str, nodes: int = 3, spares: int = 1, **settings: Any
+        faults: Sequence[dict[str, Any]],
+        *more: str,
+        nodes: int = 3,
+        spares: int = 1,
+        grid: Sequence[str] = FAULTY_FLAGS,
+        **settings: Any,
     ) -> Job:
         log_dir = tmp_path / "log"
         log_dir.mkdir()
-        (log_dir / "crashes.json").write_text(json.dumps(crashes))
-        nodes_flags = ["--nodes", str(nodes), "--ranks-per-node", "2", "--spare-nodes", str(spares)]
-        flags = [*CRASHING_FLAGS, *more, "--deadpool-log-dir", str(log_dir)]
-        job = run_job(nodes_flags, flags, script="tests/deadpool/crashing_pretrain.py", **settings)
+        (log_dir / "faults.json").write_text(json.dumps(list(faults)))
+        sizes = ["--nodes", str(nodes), "--ranks-per-node", "2", "--spare-nodes", str(spares)]
+        flags = [*grid, *more, "--deadpool-log-dir", str(log_dir)]
+        job = run_job(sizes, flags, script="tests/deadpool/faulty_pretrain.py", **settings)
         return dataclasses.replace(job, log_dir=log_dir)
 
     return run

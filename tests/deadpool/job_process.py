@@ -34,10 +34,10 @@ TRAINING_FLAGS = """
     --distributed-timeout-minutes 1 --num-workers 0 --deadpool-trace
 """.split()
 
-CRASHING_FLAGS = """
+FAULTY_FLAGS = """
     --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping --bf16 --train-iters 7
 """.split()
-"""Of the jobs of the fixture `run_crashing`."""
+"""Of the jobs of the fixture `run_faulty`, if no others are given."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from deadpool import emergency
 from deadpool.integrity import Manifest, checksum, chunks
 from deadpool.protocol.placement import newest_kept
 from deadpool.protocol.types import Holdings, Iteration, MemberId, Slot
-from tests.deadpool.job_process import CRASHING_FLAGS as FLAGS
+from tests.deadpool.job_process import FAULTY_FLAGS as FLAGS
 from tests.deadpool.test_job import inject, launch, node_processes, wait_for_iteration
 from tests.deadpool.test_membership import (
     GATED,

@@ -8,29 +8,29 @@ import pytest
 
 from deadpool.progress import Activity, ProgressBoard, Reading, Vigil
 from deadpool.protocol.types import Iteration
-from tests.deadpool.job_process import CRASHING_FLAGS as FLAGS
+from tests.deadpool.job_process import FAULTY_FLAGS as FLAGS
 from tests.deadpool.test_job import inject, launch
 from tests.deadpool.test_respawn import check_same, crash, events
 
-HANG, STOP = 0, signal.SIGSTOP
+HANG, STOP = "hang", signal.SIGSTOP
 BOUNDS = ["--deadpool-hang-timeout", "4", "--deadpool-abort-timeout", "4"]
 
 
 @pytest.fixture
-def run_hanging(run_crashing):
+def run_hanging(run_faulty):
     def run(faults, *more, **settings):
-        return run_crashing(faults, *BOUNDS, *more, **settings)
+        return run_faulty(faults, *BOUNDS, *more, **settings)
 
     return run
 
 
 @pytest.mark.parametrize(
-    ("number", "slot", "phase"),
+    ("fault", "slot", "phase"),
     [(HANG, 0, "forward"), (STOP, 3, "optimizer"), (HANG, 3, "capture"), (STOP, 0, "backward")],
     ids=["hangs-leader-forward", "stopped-optimizer", "hangs-capture", "stopped-leader-backward"],
 )
-def test_trainer_that_hangs_is_started_anew_bit_identical(run_hanging, peace, number, slot, phase):
-    job = run_hanging([crash(slot, 4, phase, number)])
+def test_trainer_that_hangs_is_started_anew_bit_identical(run_hanging, peace, fault, slot, phase):
+    job = run_hanging([crash(slot, 4, phase, fault)])
     check_same(job, peace(launch(3, 1), FLAGS))
     assert events(job) == [("respawn", [slot // 2], [])]
     assert f"node {slot // 2}, rank {slot % 2} of it: its trainer hangs and is killed" in job.output

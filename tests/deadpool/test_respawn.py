@@ -7,13 +7,13 @@ import signal
 
 import pytest
 
-from tests.deadpool.job_process import CRASHING_FLAGS as FLAGS
+from tests.deadpool.job_process import FAULTY_FLAGS as FLAGS
 from tests.deadpool.test_job import inject, launch, node_processes, wait_for_iteration
 
 
-def crash(slot, iteration, phase, number=signal.SIGKILL, times=1):
+def crash(slot, iteration, phase, fault=signal.SIGKILL, times=1):
     told = {"slot": slot, "iteration": iteration, "phase": phase, "times": times}
-    return {**told, "signal": int(number)}
+    return {**told, "fault": fault}
 
 
 def events(job) -> list[tuple[str, list[int], list[int]]]:
@@ -31,9 +31,9 @@ def check_same(job, unfailed) -> None:
 
 @pytest.mark.parametrize("slot", [0, 3], ids=["leader", "last"])
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer", "capture"])
-def test_killed_trainer_is_started_anew_bit_identical(run_crashing, peace, slot, phase):
+def test_killed_trainer_is_started_anew_bit_identical(run_faulty, peace, slot, phase):
     unfailed = peace(launch(3, 1), FLAGS)
-    job = run_crashing([crash(slot, 4, phase)])
+    job = run_faulty([crash(slot, 4, phase)])
     check_same(job, unfailed)
     assert events(job) == [("respawn", [slot // 2], [])]
     assert f"trainer of node {slot // 2} started anew (SIGKILL)" in job.output
@@ -41,29 +41,29 @@ def test_killed_trainer_is_started_anew_bit_identical(run_crashing, peace, slot,
     assert record["num_bytes"] == 0, "its own node's memory has the snapshot"
 
 
-def test_segmentation_fault_in_the_first_iteration_is_survived(run_crashing, peace):
-    job = run_crashing([crash(1, 1, "forward", signal.SIGSEGV)])
+def test_segmentation_fault_in_the_first_iteration_is_survived(run_faulty, peace):
+    job = run_faulty([crash(1, 1, "forward", signal.SIGSEGV)])
     check_same(job, peace(launch(3, 1), FLAGS))
     assert events(job) == [("respawn", [0], [])]
 
 
-def test_two_trainers_that_crash_together_are_both_started_anew(run_crashing, peace):
+def test_two_trainers_that_crash_together_are_both_started_anew(run_faulty, peace):
     crashes = [crash(x, 4, "forward", signal.SIGSEGV) for x in (1, 2)]
-    job = run_crashing(crashes)
+    job = run_faulty(crashes)
     check_same(job, peace(launch(3, 1), FLAGS))
     restarted = {node for kind, nodes, spares in events(job) for node in nodes}
     assert restarted == {0, 1} and {(k, *s) for k, _, s in events(job)} == {("respawn",)}
 
 
 @pytest.mark.parametrize("slot", [0, 2], ids=["survivor", "itself"])
-def test_crash_while_another_is_mended_is_mended(run_crashing, peace, slot):
-    job = run_crashing([crash(2, 4, "backward"), crash(slot, 3 if slot != 2 else 0, "rejoin")])
+def test_crash_while_another_is_mended_is_mended(run_faulty, peace, slot):
+    job = run_faulty([crash(2, 4, "backward"), crash(slot, 3 if slot != 2 else 0, "rejoin")])
     check_same(job, peace(launch(3, 1), FLAGS))
     assert all((kind, used) == ("respawn", []) for kind, _, used in events(job))
 
 
-def test_crash_while_a_node_is_replaced_is_mended(run_crashing, peace):
-    job = run_crashing([crash(0, 3, "rejoin")], *inject((1, 4, "backward")))
+def test_crash_while_a_node_is_replaced_is_mended(run_faulty, peace):
+    job = run_faulty([crash(0, 3, "rejoin")], *inject((1, 4, "backward")))
     check_same(job, peace(launch(3, 1), FLAGS))
     assert [used for _, _, used in events(job)] == [[2]]
 
@@ -98,34 +98,34 @@ def test_zygote_that_is_killed_costs_its_node(run_job, peace):
     assert events(job) == [("swap", [1], [2])]
 
 
-def test_more_crashes_than_are_allowed_cost_the_node(run_crashing, peace):
+def test_more_crashes_than_are_allowed_cost_the_node(run_faulty, peace):
     crashes = [crash(2, 3, "forward"), crash(2, 5, "forward")]
-    job = run_crashing(crashes, "--deadpool-max-respawns", "1")
+    job = run_faulty(crashes, "--deadpool-max-respawns", "1")
     check_same(job, peace(launch(3, 1), FLAGS))
     assert events(job) == [("respawn", [1], []), ("swap", [1], [2])]
 
 
-def test_no_respawns_allowed_a_crash_costs_the_node(run_crashing, peace):
-    job = run_crashing([crash(2, 3, "forward")], "--deadpool-max-respawns", "0")
+def test_no_respawns_allowed_a_crash_costs_the_node(run_faulty, peace):
+    job = run_faulty([crash(2, 3, "forward")], "--deadpool-max-respawns", "0")
     check_same(job, peace(launch(3, 1), FLAGS))
     assert events(job) == [("swap", [1], [2])]
 
 
-def test_program_that_crashes_at_one_place_again_gets_another_node(run_crashing, peace):
-    job = run_crashing([crash(2, 4, "backward", signal.SIGSEGV, times=2)])
+def test_program_that_crashes_at_one_place_again_gets_another_node(run_faulty, peace):
+    job = run_faulty([crash(2, 4, "backward", signal.SIGSEGV, times=2)])
     check_same(job, peace(launch(3, 1), FLAGS))
     assert events(job)[-1][0] == "swap" and events(job)[-1][2] == [2]
 
 
-def test_program_that_crashes_at_one_place_on_two_nodes_ends_the_job_with_it(run_crashing):
-    job = run_crashing([crash(2, 4, "backward", signal.SIGSEGV, times=99)], nodes=4, spares=2)
+def test_program_that_crashes_at_one_place_on_two_nodes_ends_the_job_with_it(run_faulty):
+    job = run_faulty([crash(2, 4, "backward", signal.SIGSEGV, times=99)], nodes=4, spares=2)
     job.check_clean(exit_code=1)
     assert "the trainer of slot 2 ended with SIGSEGV in the iteration after 3" in job.output
 
 
-def test_crash_of_a_trainer_with_loader_workers_is_mended(run_crashing, peace):
+def test_crash_of_a_trainer_with_loader_workers_is_mended(run_faulty, peace):
     workers = ["--num-workers", "2"]
     unfailed = peace(launch(3, 1), [*FLAGS, *workers])
-    job = run_crashing([crash(3, 4, "forward")], *workers)
+    job = run_faulty([crash(3, 4, "forward")], *workers)
     check_same(job, unfailed)
     assert events(job) == [("respawn", [1], [])]
