@@ -21,10 +21,11 @@ from deadpool import messages as m
 from deadpool.arena import Arena
 from deadpool.config import RankEnvironment, grid_of_rank, parse_config
 from deadpool.guardian import GuardianProcess, run_guardian
+from deadpool.progress import ProgressBoard
 from deadpool.wire import BlockingLink
 
 
-def answer(sock: socket.socket, arena: Arena, is_first: bool) -> int:
+def answer(sock: socket.socket, arena: Arena, board: ProgressBoard, is_first: bool) -> int:
     """A trainer that is always ready and never trains."""
     link = BlockingLink(sock)
     link.send(m.TrainerUp())
